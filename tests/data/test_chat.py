@@ -124,10 +124,43 @@ def test_a_template_reaches_nothing_outside_of_its_sandbox(attack: str) -> None:
         ChatTemplate(ChatFormat(attack)).render(conversation_of({"messages": messages(0, 1)}))
 
 
-def test_the_text_of_a_template_has_a_limit() -> None:
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 65536 }}{% endfor %}{% endfor %}"
+_DOUBLED = "{% set x = namespace(v='a') %}{% for i in range(60) %}DOUBLE{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 65536 }}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ ([0] * 100000000) | length }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ 'a' | center(10000000000) }}",
+        "{{ 'a'.center(10000000000) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '{:>9999999999}'.format(1) }}",
+        "{{ ('a' * 100000).replace('a', 'b' * 100000) | length }}",
+        *(
+            _DOUBLED.replace("DOUBLE", doubling)
+            for doubling in (
+                "{% set x.v = x.v + x.v %}",
+                "{% set x.v = x.v ~ x.v %}",
+                "{% set x.v %}{{ x.v }}{{ x.v }}{% endset %}",
+            )
+        ),
+    ],
+)
+def test_the_memory_and_the_time_of_a_template_have_limits(attack: str) -> None:
     with pytest.raises(Fault, match="more than 16,777,216 characters"):
-        ChatTemplate(ChatFormat(loops)).render(conversation_of({"messages": messages(0, 1)}))
+        ChatTemplate(ChatFormat(attack)).render(conversation_of({"messages": messages(0, 1)}))
+
+
+def test_ordinary_arithmetic_and_text_of_a_template_are_left_alone() -> None:
+    template = "{{ 'ab' * 2 ~ 3 * 4 ~ 2 ** 8 }}{{ 'x%02d' % 7 }}{{ 'a'.ljust(3) ~ ([1] + [2]) }}{{ 'ab' | replace('a', 'c') | indent(2) }}"
+    assert (
+        ChatTemplate(ChatFormat(template))._text(conversation_of({"messages": messages(0, 1)}), 1)
+        == "abab12256x07a  [1, 2]cb"
+    )
 
 
 @pytest.mark.parametrize(

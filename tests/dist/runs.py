@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,13 +15,18 @@ from argosy.config.resolve import resolve
 from argosy.config.schema import ParallelSpec
 from argosy.data.loader import Loader
 from argosy.data.open import open_data
+from argosy.model.kv_cache import CachedTexts
+from argosy.model.layers import Attention, Embedding
+from argosy.model.objective import Output
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.replicas import odd_replicas
 from argosy.supervise.world import World
+from argosy.tasks.task_registry import task_of
 from argosy.train import run as runs
 from argosy.train.loop import fresh_weights
 from argosy.train.session import open_session
 from argosy.train.step import evaluate
+from argosy.train.task_scores import TaskEvaluation
 from dist.devices import own_mesh
 
 
@@ -45,13 +51,33 @@ def train(path: str, overrides: Sequence[str]) -> int:
         return runs.train(resolve(Path(path), overrides), Path(path), runs.TrainOptions(quiet=True), world)
 
 
+def train_with_failing_passes(path: str, overrides: Sequence[str], where: str) -> int:
+    """Train while, on the second rank, each forward pass of tasks fails at the named place."""
+    owner, name = {
+        "block": (Attention, "forward"), "embedding": (Embedding, "forward"), "head": (Output, "logits"),
+        "inputs": (CachedTexts, "_tensor"),
+    }[where]  # fmt: skip
+    score = TaskEvaluation.run
+
+    def fails(*inputs: object, **named: object) -> None:
+        raise RuntimeError("out of memory")
+
+    def score_failing(*inputs: Any) -> list[str]:
+        with patch.object(owner, name, fails) if dist.get_rank() == 1 else nullcontext():
+            return score(*inputs)
+
+    with patch.object(TaskEvaluation, "run", score_failing):
+        return train(path, overrides)
+
+
 def validate(path: str, overrides: Sequence[str], samples: int, batch: int) -> dict[str, float]:
     """Return loss and metrics of fresh weights on as many samples as asked for."""
     spec = resolve(Path(path), overrides).spec
     session = open_session(spec, own_mesh(spec.parallel))
     session.optimizer.set_weights(fresh_weights(session, None, []))
     assert session.validation is not None
-    found = evaluate(session.engine, session.validation, samples=samples, batch=batch, split="validation")
+    task = task_of(spec)
+    found = evaluate(session.engine, session.validation, task, samples=samples, batch=batch, split="validation")
     return {"loss": found.loss, **found.metrics}
 
 

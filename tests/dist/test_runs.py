@@ -172,17 +172,48 @@ def test_ranks_that_share_the_model_write_the_text_that_one_process_writes(
     assert [line["step"] for line in two] == [2, 4, 6]
 
 
-@pytest.mark.parametrize("layout", [["dp_shard=2"], ["dp_replicate=2"]])
-def test_ranks_that_share_the_requests_score_what_one_process_scores(
-    pool: Pool, write_spec: Write, tmp_path: Path, layout: list[str]
+def test_ranks_that_share_requests_or_passes_score_and_write_what_one_process_does(
+    pool: Pool, write_spec: Write, tmp_path: Path
 ) -> None:
-    """Nine samples in batches of two: one rank has more of them, and texts of different lengths end at different tokens."""
+    """Nine samples in batches of two: one rank has more of them, and texts of different lengths end at different tokens. Most
+    lengths are no multiple of the parts into which a sequence is cut."""
     names = ["letters", "writing", "perplexing"]
     tasks = {"names": names, "dir": str(write_tasks(tmp_path / "tasks")), "every": 100, "batch": 2}
-    path = write_spec(eval={"every": 100, "batches": 1, "tasks": tasks})
+    samples = {"every": 100, "prompts": ["some words", "a"], "tokens": 4, "temperature": 0}
+    path = write_spec(eval={"every": 100, "batches": 1, "tasks": tasks}, log={"every": 1, "samples": samples})
+
+    def found(name: str) -> tuple[dict[str, float], list[str]]:
+        run = tmp_path / "runs" / name
+        scores = {k: v for k, v in read_metrics(run / "metrics.jsonl")[3].items() if k.startswith("task/")}
+        return scores, [line["text"] for line in read_jsonl(run / "samples.jsonl")]
+
     train_alone(resolve(path, ["name=one", "train.steps=3"]), path, TrainOptions(quiet=True))
-    pool.run(2, runs.train, str(path), keys(layout, "name=two", "train.steps=3"))
-    one, two = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[3] for name in ("one", "two"))
-    scores = {key: value for key, value in one.items() if key.startswith("task/")}
+    scores, texts = found("one")
     assert {key.split("/")[1] for key in scores} == set(names)
-    assert {key: two[key] for key in scores} == pytest.approx(scores, rel=1e-4)
+    for layout in (["dp_shard=2"], ["dp_replicate=2"], ["tp=2"], ["tp=2", "sp=false"], ["pp=2"], ["cp=2"]):
+        name = "-".join(layout).replace("=", "-")
+        pool.run(2, runs.train, str(path), keys(layout, f"name={name}", "train.steps=3"))
+        theirs, written = found(name)
+        assert theirs == pytest.approx(scores, rel=1e-4), name
+        assert written == texts, name
+
+
+@pytest.mark.parametrize("where", ["block", "embedding", "head", "inputs"])
+def test_a_pass_that_fails_on_one_rank_of_fsdp_gives_up_the_scores_and_not_the_run(
+    pool: Pool, write_spec: Write, tmp_path: Path, where: str
+) -> None:
+    """The other rank waits for parameters of the one that failed, wherever in the pass that was. The weights afterwards are those
+    of a run without tasks."""
+    names = ["letters", "writing"] if where == "block" else ["writing"]
+    tasks = {"names": names, "dir": str(write_tasks(tmp_path / "tasks", samples=3)), "every": 2, "batch": 2}
+    path = write_spec(eval={"every": 100, "batches": 1, "tasks": tasks})
+    options = keys(["dp_shard=2"], "train.steps=3")
+    codes = pool.run(2, runs.train_with_failing_passes, str(path), [*options, f"name={where}"], where)
+    assert codes == [EXIT_DONE, EXIT_DONE]
+    events = list(read_jsonl(tmp_path / "runs" / where / "events.jsonl"))
+    failed = [event["warning"] for event in events if event["event"] == "tasks-failed"]
+    assert failed == ["a batch failed on rank 1: RuntimeError: out of memory"] * 2
+    if where == "block":
+        pool.run(2, runs.train, str(path), [*options, "name=plain", "eval.tasks=null"])
+        ours, plain = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[3]["loss"] for name in (where, "plain"))
+        assert ours == plain

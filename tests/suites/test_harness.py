@@ -93,7 +93,7 @@ def test_a_request_gets_the_same_answer_whatever_its_batch_and_rank(run: Path) -
 
 
 def test_a_batch_that_fails_on_one_rank_is_refused_on_all() -> None:
-    from argosy.suites.harness_model import OutOfStepError, RankShare
+    from argosy.suites.harness_model import RankShare
 
     def compute(batch: list[int]) -> list[int]:
         if batch == [1]:
@@ -107,13 +107,15 @@ def test_a_batch_that_fails_on_one_rank_is_refused_on_all() -> None:
         with pytest.raises(ArgosyError, match="MemoryError: full"):
             share.run([[0], [1], [2]], compute)
     assert parts == [[[(0, [0]), (2, [2])], None], [[], "MemoryError: full"]]
-    # A rank that has left a collective forward pass must not wait for the others elsewhere.
-    with pytest.raises(OutOfStepError):
-        RankShare(1, 2, gather=parts.append, in_step=True).run([[0], [1]], compute)
-    assert len(parts) == 2
+    # If ranks wait for each other in every pass, they learn of the failure after the same pass, and make no other.
+    told: list[Any] = []
+    share = RankShare(0, 2, gather=lambda mine: (told.append(mine), [mine, [True, "full"]])[1], in_step=True)
+    with pytest.raises(ArgosyError, match="a batch failed on rank 1: full"):
+        share.run([[0], [1], [2]], compute)
+    assert told == [[True, None]]
 
 
-def test_the_command_prints_and_writes_scores(run: Path, tmp_path: Path, argosy: Any) -> None:
+def test_the_command_prints_and_writes_the_scores_of_several_ranks(run: Path, tmp_path: Path, argosy: Any) -> None:
     directory = write_tasks(tmp_path / "tasks")
     options = (
         "--task-dir",
@@ -126,12 +128,20 @@ def test_the_command_prints_and_writes_scores(run: Path, tmp_path: Path, argosy:
         tmp_path / "scores.json",
     )
     environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    shown = argosy("eval", run, "--tasks", "letters,perplexing", *options, env=environment)
+    ranks = ("--nproc", 2, "--layout", "tp=2")
+    shown = argosy("eval", run, "--tasks", "letters,perplexing", *ranks, *options, env=environment)
     assert shown.returncode == 0, shown.stderr
+    names = ["letters", "perplexing"]
+    alone, _ = evaluate_tasks(str(run), names, directory=directory, limit=4, device="cpu")
     written = json.loads((tmp_path / "scores.json").read_text())
     assert written["step"] == 2
     assert written["tasks"]["letters"]["samples"] == 4
-    assert f"{written['tasks']['perplexing']['word_perplexity']:.4f}" in shown.stdout
+    assert shown.stdout.count(f"{written['tasks']['perplexing']['word_perplexity']:.4f}") == 1
+    for name in names:
+        assert written["tasks"][name] == pytest.approx(alone[name].as_dict(), rel=1e-5)
+    refused = argosy("eval", run, "--tasks", "letters", "--nproc", 2, "--layout", "tp=3", *options, env=environment)
+    assert refused.returncode == 2
+    assert "parallel.tp" in refused.stderr
 
 
 def test_wrong_names_models_and_settings_are_refused(

@@ -99,12 +99,11 @@ def test_a_task_that_fails_is_reported_and_training_goes_on(write_spec: Write, t
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"micro_batch": 2, "tp": 2}}, "tp 2 splits each forward pass"),
         ({"eval": {"tasks": {"every": 5}}}, "names no task"),
         ({"model": {"preset": "bert-base", "vocab_size": 300}, "data": {"train": "x", "seq_len": 32}}, "only decoders"),
     ],
 )
-def test_a_layout_or_a_model_that_cannot_be_scored_is_refused(write_spec: Write, sections: Any, said: str) -> None:
+def test_tasks_that_cannot_be_scored_are_refused(write_spec: Write, sections: Any, said: str) -> None:
     with pytest.raises(ArgosyError, match=said) as refused:
         resolve(write_spec(**{"eval": {"tasks": {"names": ["arc_easy"]}}} | sections))
     assert str(refused.value.key).startswith("eval.tasks")

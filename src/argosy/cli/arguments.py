@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from argosy.errors import ArgosyError
+
+if TYPE_CHECKING:
+    from argosy.supervise.world import World
 
 Best = Annotated[
     bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, which RUN/best names too.")
@@ -71,6 +76,36 @@ def require_writable(path: Path) -> None:
     path.open("ab").close()
     if is_new:
         path.unlink()
+
+
+def on_every_rank(nproc: int) -> int:
+    """Run this command without `--nproc` in `nproc` processes on each node of the job, without restarts. Returns the exit code."""
+    import tempfile
+
+    from argosy.config.survival import FaultSpec
+    from argosy.record.rundir import RunDir
+    from argosy.supervise.agent import start_ranks
+    from argosy.supervise.world import find_nodes
+
+    words = without_option(sys.argv[1:], "--nproc")
+    with tempfile.TemporaryDirectory(prefix="argosy-command-") as nowhere:
+        return start_ranks(nproc, find_nodes(os.environ), words, RunDir(Path(nowhere) / "run"), FaultSpec(restarts=0))
+
+
+def alone_or_on_ranks(work: Callable[[World | None], int], nproc: int | None) -> int:
+    """Do the work of a command in this process, or with `--nproc` in several. Returns the exit code.
+
+    `work` gets None where the process is alone, else the rank that `--nproc` has started it as.
+    """
+    from argosy.supervise.rank_process import RankFiles, run_as_rank
+    from argosy.supervise.world import find_world
+
+    if nproc is not None and nproc > 1:
+        return on_every_rank(nproc)
+    if RankFiles.of(os.environ) is None:
+        return work(None)
+    world = find_world(os.environ)
+    return run_as_rank(lambda: work(world), world.rank)
 
 
 def without_option(arguments: list[str], name: str) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import without_option
+from argosy.cli.arguments import on_every_rank
 
 
 def doctor(
@@ -45,7 +44,7 @@ def doctor(
     if target and not target.endswith((".yaml", ".yml")) and "=" not in target:
         _diagnose(Path(target), log or [], as_json)
     elif nproc is not None:
-        raise typer.Exit(_on_every_rank(nproc))
+        raise typer.Exit(on_every_rank(nproc))
     else:
         raise typer.Exit(_preflight(arguments or [], as_json))
 
@@ -79,20 +78,6 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
     also = dict.fromkeys(printable(finding.verdict) for finding in others if finding.name not in STATES)
     if also:
         print("\nalso      " + "\n          ".join(also))
-
-
-def _on_every_rank(nproc: int) -> int:
-    """Run the same command in `nproc` processes on each node of the job, without restarts."""
-    import tempfile
-
-    from argosy.config.survival import FaultSpec
-    from argosy.record.rundir import RunDir
-    from argosy.supervise.agent import start_ranks
-    from argosy.supervise.world import find_nodes
-
-    words = without_option(sys.argv[1:], "--nproc")
-    with tempfile.TemporaryDirectory(prefix="argosy-preflight-") as nowhere:
-        return start_ranks(nproc, find_nodes(os.environ), words, RunDir(Path(nowhere) / "run"), FaultSpec(restarts=0))
 
 
 def _preflight(arguments: list[str], as_json: bool) -> int:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from argosy.cli.arguments import MODEL_HELP, Best, at_best
+from argosy.cli.arguments import MODEL_HELP, Best, alone_or_on_ranks, at_best
+from argosy.errors import ArgosyError
 
 if TYPE_CHECKING:
     from argosy.suites.harness_tasks import TaskScores
+    from argosy.supervise.world import World
 
 
 class SplitName(StrEnum):
@@ -51,6 +53,16 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Score only the first so many samples of each task.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts in a forward pass of --tasks.")] = 8,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Score --tasks with this many ranks on this machine, which share the requests."),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="With --nproc, ranks that share the model: keys of `parallel` with commas between, such as tp=2 or pp=2,tp=2."
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the scores of --tasks to this JSON file.")] = None,
     best: Best = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
@@ -59,24 +71,35 @@ def evaluate(
     """Compute the loss of a model on a corpus, or its scores on tasks.
 
     A run's newest checkpoint is used. The loss is over all of the split, and for each source. With --tasks, a decoder is scored by
-    lm-evaluation-harness.
+    lm-evaluation-harness, by one process or by several (--nproc), with the same scores.
     """
     import json
 
     run = at_best(run, best)
     if tasks is not None or icl_tasks is not None:
-        from argosy.infer.evaluate_tasks import evaluate_tasks, read_icl_tasks
 
-        names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-        icl = [] if icl_tasks is None else read_icl_tasks(icl_tasks)
-        found, step = evaluate_tasks(
-            run, names, icl=icl, directory=task_dir, shots=few_shot, limit=limit, batch=batch_size, device=device
+        def score(world: World | None) -> int:
+            from argosy.infer.evaluate_tasks import evaluate_tasks, read_icl_tasks
+
+            found, step = evaluate_tasks(
+                run, _split(tasks), icl=[] if icl_tasks is None else read_icl_tasks(icl_tasks), directory=task_dir,
+                shots=few_shot, limit=limit, batch=batch_size, device=device, layout=_split(layout), world=world,
+            )  # fmt: skip
+            if world is None or world.rank == 0:
+                scores = {"run": run, "step": step, "tasks": {name: one.as_dict() for name, one in found.items()}}
+                if output is not None:
+                    output.write_text(json.dumps(scores, indent=2) + "\n")
+                print(json.dumps(scores) if as_json else _table(run, step, found))
+            return 0
+
+        raise typer.Exit(alone_or_on_ranks(score, nproc))
+    if nproc is not None or layout is not None:
+        raise ArgosyError(
+            "config.conflict",
+            "several ranks score tasks only; the loss is computed in one process",
+            key="--layout" if nproc is None else "--nproc",
+            fix="add --tasks, or leave --nproc and --layout out",
         )
-        scores = {"run": run, "step": step, "tasks": {name: one.as_dict() for name, one in found.items()}}
-        if output is not None:
-            output.write_text(json.dumps(scores, indent=2) + "\n")
-        print(json.dumps(scores) if as_json else _table(run, step, found))
-        return
 
     from argosy.infer.evaluate_run import evaluate_run
 
@@ -89,6 +112,10 @@ def evaluate(
         print(json.dumps(facts))
     else:
         print(f"{run} step {step}: {result.describe()} over {result.tokens:,} tokens")
+
+
+def _split(given: str | None) -> list[str]:
+    return [part.strip() for part in (given or "").split(",") if part.strip()]
 
 
 def _table(run: str, step: int, found: Mapping[str, TaskScores]) -> str:

@@ -153,7 +153,7 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_writing(spec: RunSpec, origins: Origins) -> None:
-    """Refuse samples of text and scores on tasks from a model, or in a layout, that cannot write while it trains."""
+    """Refuse samples of text and scores on tasks from a model that cannot continue a text."""
     tasks = None if spec.eval is None else spec.eval.tasks
     if tasks is not None and not (tasks.names or tasks.icl):
         raise ArgosyError(
@@ -163,26 +163,16 @@ def _check_writing(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("eval.tasks"),
             fix="eval.tasks.names=[arc_easy,hellaswag], or leave eval.tasks out",
         )
-    later = {
-        "log.samples": (spec.log.samples, "`argosy sample RUN`"),
-        "eval.tasks": (tasks, "`argosy eval RUN --tasks`"),
-    }
-    split = [axis for axis in ("tp", "pp", "cp") if getattr(spec.parallel, axis) > 1]
-    if task_of(spec).writes != "continuation":
-        cause = f"only decoders continue a prompt, and this model reads {task_of(spec).samples}"
-    elif split:
-        size = getattr(spec.parallel, split[0])
-        cause = f"a rank cannot write text alone: {split[0]} {size} splits each forward pass over {size} ranks"
-    else:
+    if task_of(spec).writes == "continuation":
         return
-    for key, (asked, verb) in later.items():
+    for key, asked in (("log.samples", spec.log.samples), ("eval.tasks", tasks)):
         if asked is not None:
             raise ArgosyError(
                 "config.conflict",
-                cause,
+                f"only decoders continue a prompt, and this model reads {task_of(spec).samples}",
                 key=key,
                 origin=origins.get(key),
-                fix=f"leave {key} out; {verb} reads the checkpoints of any layout",
+                fix=f"leave {key} out",
             )
 
 

@@ -212,7 +212,7 @@ class EvalSpec(Section):
     min_delta: NotNegative = Field(
         0.0, description="with patience: the least decrease of the loss that counts as lower"
     )
-    tasks: TasksSpec | None = Field(None, description="tasks to score every so often; data-parallel layouts only")
+    tasks: TasksSpec | None = Field(None, description="tasks to score every so often")
 
 
 class CheckpointSpec(Section):

@@ -97,7 +97,7 @@ class LogSpec(Section):
     )
     samples: SamplesSpec | None = Field(
         None,
-        description="prompts that the model continues every so often, in samples.jsonl; data-parallel layouts only",
+        description="prompts that the model continues every so often, in samples.jsonl",
     )
     sinks: SinksSpec = Field(SinksSpec(), description="other tools")
     alerts: AlertsSpec = Field(AlertsSpec(), description="alert thresholds")

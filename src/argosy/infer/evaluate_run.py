@@ -15,7 +15,8 @@ from argosy.data.open import open_data
 from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
 from argosy.infer.loading import load_engine, open_trained
-from argosy.tasks.task_registry import SECTIONS
+from argosy.parallel.mesh import Mesh
+from argosy.tasks.task_registry import SECTIONS, task_of
 from argosy.train.device import prepare_device
 from argosy.train.step import Evaluation, evaluate
 
@@ -73,8 +74,8 @@ def evaluate_run(
             value=batches,
             fix="--batches 1 or more, or leave it out",
         )
-    engine = load_engine(source, spec, prepare_device(spec.train, device))
-    result = evaluate(engine, sets, samples=samples, batch=batch, split=split if data is None else data)
+    engine = load_engine(source, spec, Mesh(prepare_device(spec.train, device)))
+    result = evaluate(engine, sets, task_of(spec), samples=samples, batch=batch, split=split if data is None else data)
     return result, source.step
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,10 @@ from argosy.config.suites import IclTaskSpec
 from argosy.errors import ArgosyError
 from argosy.infer.generate import source_tokenizer
 from argosy.infer.loading import Loaded, load_model
+from argosy.infer.rank_loading import load_on_ranks
 from argosy.suites.harness_tasks import HarnessTasks, TaskScores, require_harness
 from argosy.suites.icl_tasks import harness_config
+from argosy.supervise.world import World
 from argosy.tasks.task_registry import own_task, task_of
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ def evaluate_tasks(
     batch: int = 8,
     device: str | None = None,
     precision: str | None = None,
+    layout: Sequence[str] = (),
+    world: World | None = None,
 ) -> tuple[dict[str, TaskScores], int]:
     """Score a model on tasks. Returns the scores by task and the step it was trained to.
 
@@ -41,6 +46,8 @@ def evaluate_tasks(
         shots: examples before each question of the tasks in `names`. Default: as each task says.
         limit: the first so many samples of each task only.
         batch: texts in a forward pass.
+        layout: keys of `parallel` for the ranks of the world, such as "tp=2".
+        world: the rank of this process. All ranks return the same. Default: one process.
     """
     require_harness("--tasks")
     if not names and not icl:
@@ -49,8 +56,15 @@ def evaluate_tasks(
 
     configs = [harness_config(task) for task in icl]
     tasks = HarnessTasks(names, configs=configs, directory=directory, shots=shots)
-    loaded = load_model(where, device=device, precision=precision)
-    return tasks.score(HarnessModel(text_model(loaded), batch=batch), limit=limit), loaded.source.step
+    if world is None or world.size == 1:
+        loaded = load_model(where, device=device, precision=precision)
+        return tasks.score(HarnessModel(text_model(loaded), batch=batch), limit=limit), loaded.source.step
+    from argosy.suites.harness_model import rank_share
+
+    with load_on_ranks(where, layout, world, device) as (loaded, engine, mesh):
+        text = replace(text_model(loaded), model=engine.logits, takes_cache=engine.takes_cache)
+        model = HarnessModel(text, batch=batch, share=rank_share(engine.model, mesh))
+        return tasks.score(model, limit=limit), loaded.source.step
 
 
 def text_model(loaded: Loaded) -> TextModel:

@@ -84,13 +84,13 @@ def open_trained(where: str) -> Source:
     return open_source(where, report=_log.warning)
 
 
-def load_engine(source: Source, spec: RunSpec, device: torch.device) -> Engine:
-    """Return the engine of a run spec on one device, with the weights of a source, in a precision the device supports."""
+def load_engine(source: Source, spec: RunSpec, mesh: Mesh) -> Engine:
+    """Return the engine of a run spec on a mesh, with the weights of a source, in a precision the device supports."""
     _fitting_model(source)
     return parallelize(
         spec.model_copy(update={"model": source.model}),
-        Mesh(device),
-        precision=_precision(spec.train, device),
+        mesh,
+        precision=_precision(spec.train, mesh.device),
         weights=_weights(source),
     )
 

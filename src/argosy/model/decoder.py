@@ -81,17 +81,16 @@ class Decoder(nn.Module):
             self.spec, kinds, x, seq=tokens.shape[1] + (0 if cache is None else cache.length), positions=positions,
             documents=documents, reach=reach, training=self.training, scale=scale, heads=self.heads,
             prepare=self.prepare_attention if cache is None else cache.prepare,
+            frequencies=None if cache is None else cache.frequencies,
         )  # fmt: skip
         x, reports = self._through(x, contexts, cache)
         routed, load = self._routed(reports, counted)
         if self.norm is None:
             return Stream((x,), routed, load)
-        if logits_at is not None:
-            x = x.flatten(0, 1).index_select(0, logits_at)
         x = self.norm(x)
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
-            return self.predict.logits(x, weight)
+            return self.predict.logits(x, weight, at=logits_at)
         if preference is not None and documents is not None:
             from argosy.model.preference import preference_loss
 

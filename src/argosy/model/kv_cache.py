@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.model.attention import BACKENDS, Attend, Case, Mask, explicit_bias, prepare_attention
-from argosy.model.positions import Context
+from argosy.model.positions import Context, rope_frequencies
 from argosy.model.sharding import WHOLE, Share
 
 # Longest prompt, in tokens, whose attention mask is written out.
@@ -37,6 +37,8 @@ class KeyValueCache:
         # Tokens of each text in the cache, with its padding.
         self.length = 0
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}  # [batch, kv_heads, capacity, head_dim] each
+        # Rope frequencies, computed once for all tokens.
+        self.frequencies = cache(rope_frequencies)
 
     def advance(self, tokens: int) -> None:
         self.length += tokens
@@ -47,7 +49,7 @@ class KeyValueCache:
 
     def context(self, layer: str, context: Context) -> Context:
         """Return the context of one layer, whose attention reads and extends the cache."""
-        return replace(context, attend=partial(self._attend, layer, context.attend))
+        return Context(context.rope, partial(self._attend, layer, context.attend), context.scale, context.across)
 
     def prepare(
         self,
@@ -74,54 +76,67 @@ class KeyValueCache:
         if not seen.is_plain:
             case = Case(seen, x.device, x.dtype, head_dim, seq, dropout, heads, queries=Share((seq - 1,), seq))
             bias = explicit_bias(case)
-        return partial(_attend_from_last, first, None if bias is None else bias[..., first:], scale)
+        return partial(_attend_from_last, first, seq, None if bias is None else bias[..., first:], scale)
 
     def _attend(self, layer: str, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layer not in self._layers:
             shape = (*k.shape[:2], self.capacity, k.shape[3])
             self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
         keys, values = self._layers[layer]
-        end = self.length + k.shape[2]
-        keys[:, :, self.length : end] = k
-        values[:, :, self.length : end] = v
-        return attend(q, k, v) if not self.length else attend(q, keys[:, :, :end], values[:, :, :end])
+        added = k.shape[2]
+        keys.narrow(2, self.length, added).copy_(k)
+        values.narrow(2, self.length, added).copy_(v)
+        return attend(q, k, v) if not self.length else attend(q, keys, values)
 
 
-def _attend_from_last(first: int, bias: Tensor | None, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of one query for each text to the keys from `first` on."""
-    k, v = k[:, :, first:], v[:, :, first:]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+def _attend_from_last(
+    first: int, end: int, bias: Tensor | None, scale: float | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Return the attention of one query for each text to the keys from `first` up to `end`.
+
+    The query heads that share a KV head are passed as queries of that head. torch would repeat the keys for each of them.
+    """
+    k, v = k.narrow(2, first, end - first), v.narrow(2, first, end - first)
+    if q.shape[1] == k.shape[1]:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias.reshape(bias.shape[0], k.shape[1], -1, bias.shape[3])
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale).reshape(q.shape)
 
 
 class CachedTexts:
     """The next-token logits of a batch of growing texts, for `argosy.model.decoding.generate`.
 
     Each call passes every text with one more token than in the last call. The model sees the last `limit` tokens of a text. A
-    text that outgrows the limit is read anew in each call, because the positions of all its tokens change.
+    text that outgrows the limit is read anew in each call, because the positions of all its tokens change. So are all texts where
+    the model takes no cache.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Callable[..., Tensor],
         *,
         limit: int,
         most: int,
         device: torch.device,
         beside: Callable[[int, range], Mapping[str, list[int]]] = lambda row, shown: _NO_INPUTS,
+        takes_cache: bool = True,
     ) -> None:
         """Args:
+        model: a decoder, or a function that takes and returns the same.
         limit: the most tokens that the model sees.
         most: the length to which the longest text may grow.
         beside: returns the model's other inputs for the positions `shown` of a text. Positions before 0 are padding.
         """
         self._model, self._limit, self._device, self._beside = model, limit, device, beside
-        self._cache = KeyValueCache(min(limit, most))
+        self._cache, self._takes_cache = KeyValueCache(min(limit, most)), takes_cache
         # The padding of each text.
         self._pads: list[int] = []
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, texts))
-        if 0 < self._cache.length == longest - 1 < self._limit:
+        if self._takes_cache and 0 < self._cache.length == longest - 1 < self._limit:
             return self._read_one(texts)
         return self._read_all(texts, min(longest, self._limit))
 
@@ -148,7 +163,7 @@ class CachedTexts:
         end = self._cache.length + tokens.shape[1]
         if any(self._pads):
             inputs["documents"] = self._tensor([[int(at >= pad) for at in range(end)] for pad in self._pads])
-        logits: Tensor = self._model(tokens, cache=self._cache, **inputs)
+        logits = self._model(tokens, cache=self._cache if self._takes_cache else None, **inputs)
         self._cache.advance(tokens.shape[1])
         return logits
 

@@ -6,6 +6,7 @@ hidden states to logits, or to the loss on labels. Every model with a vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,13 +67,26 @@ class Output(nn.Module):
     A layout that shards the vocabulary replaces this module.
     """
 
+    # Joins the parts of a sequence that ranks share. Context parallelism sets it.
+    join: Callable[[Tensor], Tensor] | None = None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.multiple = spec.vocab_multiple
 
-    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the logits of x [batch, seq, hidden] for a weight [vocab, hidden]."""
-        return F.linear(x, weight, bias)
+    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:
+        """Return the logits of x [batch, seq, hidden] for a weight [vocab, hidden].
+
+        Args:
+            at: [n], the tokens whose logits are wanted, by their number in the flattened batch. The result is then [n, vocab].
+        """
+        return F.linear(self.wanted(x, at), weight, bias)
+
+    def wanted(self, x: Tensor, at: Tensor | None) -> Tensor:
+        """Return the hidden states of the tokens `at`, or of all."""
+        if self.join is not None:
+            x = self.join(x)
+        return x if at is None else x.flatten(0, 1).index_select(0, at)
 
     def losses(
         self, x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0

@@ -7,7 +7,7 @@ to be saved, moved or sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,7 @@ def make_contexts(
     scale: Tensor | None = None,
     heads: Share = WHOLE,
     prepare: Prepare = prepare_attention,
+    frequencies: Callable[[int, AttentionKind, torch.device], Tensor] | None = None,
 ) -> dict[int, Context]:
     """Make one context for each kind of attention, under the same key. All layers of a kind share it.
 
@@ -64,6 +65,7 @@ def make_contexts(
         seq: the number of tokens that attention sees, with the `heads` on this rank.
         positions: [1 or batch, seq], restarting where documents do.
         documents, reach: as in `Mask`, for the whole sequence.
+        frequencies: `rope_frequencies`, or a function that remembers what it returned.
     """
     device = x.device
     where = None
@@ -73,7 +75,11 @@ def make_contexts(
     dropout, causal = spec.dropout if training else 0.0, architecture_of(spec).causal
     contexts = {}
     for number, kind in kinds.items():
-        rope = None if where is None else rope_tables(where, rope_frequencies(spec.head_dim, kind, device))
+        rope = (
+            None
+            if where is None
+            else rope_tables(where, (frequencies or rope_frequencies)(spec.head_dim, kind, device))
+        )
         mask = Mask(causal=causal, window=kind.window, slopes=slopes, documents=documents, reach=reach)
         attend = prepare(mask, x, seq, spec.head_dim, dropout=dropout, scale=kind.scale, heads=heads)
         contexts[number] = Context(rope, attend, scale)

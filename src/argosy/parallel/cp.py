@@ -88,6 +88,7 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, kind: str) -> None:
         )
     prepare: Prepare = partial(_gathering if kind == "allgather" else _swapping, cut)
     model.prepare_attention = prepare
+    model.predict.join = lambda x: cut.joined(gather(x, cut.group))
     for module in model.modules():
         if isinstance(module, Dropout):
             module.share = module.share.inside(cut.share)
@@ -102,12 +103,15 @@ def input_cut(mesh: Mesh) -> Callable[[dict[str, Tensor], Objective], tuple[dict
 
 
 def cut_inputs(cut: Cut, inputs: dict[str, Tensor], objective: Objective) -> tuple[dict[str, Tensor], Objective]:
-    """Return this rank's part of a micro-batch. Inputs of the attention mask stay whole, because the keys are."""
-    counted = (inputs["labels"] != IGNORED).sum()
+    """Return this rank's part of a micro-batch, and its objective."""
+    return cut_parts(cut, inputs), replace(objective, counted=(inputs["labels"] != IGNORED).sum())
+
+
+def cut_parts(cut: Cut, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of each input. Inputs of the attention mask stay whole, because the keys are."""
     seq, device = inputs["tokens"].shape[1], inputs["tokens"].device
     whole = {"positions": torch.arange(seq, device=device)[None]} | inputs
-    parts = {name: value if name in MASK_INPUTS else cut.share.take(value, 1) for name, value in whole.items()}
-    return parts, replace(objective, counted=counted)
+    return {name: value if name in MASK_INPUTS else cut.share.take(value, 1) for name, value in whole.items()}
 
 
 def _gathering(

@@ -8,13 +8,14 @@ Losses, counts and expert loads are summed too, so that every rank has the `Resu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
+from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.cp import input_cut
 from argosy.parallel.engine import Result, ignore_phase
@@ -24,6 +25,7 @@ from argosy.parallel.replicas import GradientSums
 from argosy.parallel.shards import norm_of
 from argosy.parallel.single import Inputs, MicroBatches
 from argosy.parallel.tensor.apply import partial_parameters
+from argosy.parallel.text_passes import TextInputs, required
 from argosy.parallel.trace_ranges import BACKWARD, FORWARD, LEFT_OVER, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
@@ -38,6 +40,7 @@ class DataParallel:
         self.on_phase: Callable[[str], None] = ignore_phase
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
+        self._texts = TextInputs.of(mesh, parallel)
         self._data_rank = mesh.data_rank
 
     def place(self, batch: Batch) -> Batch:
@@ -85,6 +88,20 @@ class DataParallel:
         result = self._micro_batches.evaluate(mine, objective, uncounted)
         self.model.train()
         return self._reduction.sum_result(result, totals)
+
+    @property
+    def takes_cache(self) -> bool:
+        return self._texts.takes_tokens_alone
+
+    def logits(
+        self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
+    ) -> Tensor:
+        if self.takes_cache:
+            inputs: Mapping[str, Any] = {"tokens": tokens, "logits_at": logits_at, "cache": cache, **others}
+        else:
+            inputs = self._texts(tokens, required(logits_at), others)
+        found: Tensor = self.model(**inputs)
+        return found
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         return norm_of(list(gradients.values()))

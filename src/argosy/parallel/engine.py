@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.data.samples.windows import Batch
+from argosy.model.kv_cache import KeyValueCache
 
 
 class Result(NamedTuple):
@@ -45,6 +46,20 @@ class Engine(Protocol):
 
     def evaluate(self, batch: Batch) -> Result:
         """Sum the loss of a batch that every rank has whole."""
+        ...
+
+    def logits(
+        self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
+    ) -> Tensor:
+        """Return the logits of the tokens `logits_at`, as a decoder does. The model has to be in evaluation mode.
+
+        Ranks that share a forward pass have to pass the same. Without `takes_cache`, `logits_at` is required and `cache` refused.
+        """
+        ...
+
+    @property
+    def takes_cache(self) -> bool:
+        """True if a forward pass may have one token, whose past is in a key/value cache."""
         ...
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from argosy.compat import accumulate_in
 from argosy.data.samples.windows import Batch
+from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.cuda_graphs import CudaGraphs
 from argosy.parallel.engine import Result, ignore_phase
@@ -62,6 +63,14 @@ class SingleDevice:
         result = self._micro_batches.evaluate(batch, self._objective(batch))
         self.model.train()
         return result
+
+    takes_cache = True
+
+    def logits(
+        self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
+    ) -> Tensor:
+        found: Tensor = self.model(tokens, logits_at=logits_at, cache=cache, **others)
+        return found
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         return norm_of(list(gradients.values()))

@@ -25,6 +25,9 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
+from argosy.parallel.failsafe import OutOfStepError, PassFailedError, pass_runner, run_pass
+from argosy.parallel.host_group import all_gather_json
+from argosy.parallel.mesh import Mesh
 
 # Tokens to write if a task does not say, the default of the harness.
 _TOKENS = 256
@@ -41,7 +44,8 @@ Item = TypeVar("Item")
 class TextModel:
     """A decoder in evaluation mode, with what it takes to score and to write text."""
 
-    model: nn.Module
+    # A decoder, or a function that takes and returns the same.
+    model: Callable[..., Tensor]
     tokenizer: Tokenizer
     device: torch.device
     # The most tokens that the model sees.
@@ -56,10 +60,17 @@ class TextModel:
     opening: list[int] = field(default_factory=list)
     # Returns the model's other inputs, given the number of tokens in the prompt and the positions shown.
     beside: Callable[[int, range], Mapping[str, list[int]]] = lambda prompt, shown: {}
+    # Whether the model takes a key/value cache.
+    takes_cache: bool = True
 
 
-class OutOfStepError(Exception):
-    """A collective forward pass failed on this rank: the other ranks wait in it, so this rank cannot go on either."""
+class _GivenUpError(ArgosyError):
+    """A batch failed on some rank. All ranks raise this together."""
+
+
+def _alone(document: Any) -> list[Any]:
+    """Return the documents of a world of one rank."""
+    return [document]
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,11 @@ class RankShare:
     rank: int = 0
     ranks: int = 1
     # Returns the documents of all ranks.
-    gather: Callable[[Any], list[Any]] = lambda document: [document]
-    # True if every forward pass is a collective, as with FSDP: all ranks then make equally many.
+    gather: Callable[[Any], list[Any]] = _alone
+    # True if ranks with different batches wait for each other in a forward pass, as with FSDP: all then make equally many.
     in_step: bool = False
+    # Runs a function that makes one forward pass, as `argosy.parallel.failsafe` has it.
+    run_pass: Callable[[Callable[[], Tensor]], Tensor] = run_pass
     # Called after every batch that this rank has computed.
     after_batch: Callable[[], None] = lambda: None
 
@@ -80,36 +93,59 @@ class RankShare:
 
         Raises:
             ArgosyError: a batch failed on another rank or on this one. All ranks raise it together.
-            OutOfStepError: a forward pass failed that is a collective.
+            OutOfStepError: a forward pass failed in which other ranks wait.
         """
         mine: list[tuple[int, list[T]]] = []
         failure: str | None = None
-        try:
-            for number in range(self.rank, len(batches), self.ranks):
-                mine.append((number, compute(batches[number])))
-                self.after_batch()
-            if self.in_step and len(mine) < -(-len(batches) // self.ranks):
-                compute(batches[0])
-        except Exception as error:
-            if self.in_step:
-                raise OutOfStepError(f"{type(error).__name__}: {error}") from error
-            if self.ranks == 1:
+        rounds = -(-len(batches) // self.ranks)
+        for number in range(self.rank, rounds * self.ranks, self.ranks):
+            # A rank without a batch in the last round takes part with another, which does not count.
+            counts = number < len(batches)
+            if not counts and not self.in_step:
+                break
+            try:
+                found = compute(batches[number if counts else 0])
+            except (OutOfStepError, _GivenUpError):
                 raise
-            failure = f"{type(error).__name__}: {error}"
-        parts = self.gather([mine, failure])
-        for rank, (_, failed) in enumerate(parts):
+            except Exception as error:
+                if self.ranks == 1:
+                    raise
+                failure = str(error) if isinstance(error, PassFailedError) else f"{type(error).__name__}: {error}"
+            if self.in_step:
+                self._agree(True, failure)
+            if failure is not None:
+                break
+            if counts:
+                mine.append((number, found))
+                self.after_batch()
+        results = {int(number): part for said in self._agree(mine, failure) for number, part in said}
+        return [results[number] for number in range(len(batches))]
+
+    def all_finished(self, finished: bool) -> bool:
+        """Return whether this rank may stop writing: if ranks wait for each other, only when all have finished."""
+        return all(self._agree(finished, None)) if self.in_step else finished
+
+    def _agree(self, value: Any, failure: str | None) -> list[Any]:
+        """Return the values of all ranks. Raise on all ranks if one has failed.
+
+        A rank that fails leaves what it does, and comes here next, where the others come after their pass.
+        """
+        said = self.gather([value, failure])
+        for rank, (_, failed) in enumerate(said):
             if failed is not None:
-                raise ArgosyError(
+                raise _GivenUpError(
                     "eval.bad-task",
                     f"a batch failed on rank {rank}: {failed}",
                     fix="score fewer texts at once (eval.tasks.batch) if memory ran out",
                 )
-        found = {int(number): results for part, _ in parts for number, results in part}
-        return [found[number] for number in range(len(batches))]
+        return [one for one, _ in said]
 
-    def all_finished(self, finished: bool) -> bool:
-        """Return whether this rank may stop writing: if passes are collectives, only when all ranks have finished."""
-        return all(self.gather(finished)) if self.in_step else finished
+
+def rank_share(model: nn.Module, mesh: Mesh, after_batch: Callable[[], None] = lambda: None) -> RankShare:
+    """Return this rank's share in the layout of a mesh: each data-parallel rank has some of the batches."""
+    several, runner = mesh.data_ranks > 1, pass_runner(model, mesh)
+    gather = all_gather_json if several else _alone
+    return RankShare(mesh.data_rank, mesh.data_ranks, gather, several and mesh.has_fsdp, runner, after_batch)
 
 
 class _Scored(NamedTuple):
@@ -209,29 +245,33 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @torch.no_grad()
     def _score(self, batch: list[_Scored]) -> list[tuple[int, float, bool]]:
-        text, width = self._text, len(batch[0].tokens)
         wanted: list[int] = []
         rows: list[int] = []
         targets: list[int] = []
         lengths: list[int] = []
         for row, one in enumerate(batch):
-            end = row * width + len(one.tokens)
+            end = row * len(batch[0].tokens) + len(one.tokens)
             most = max(len(continuation) for _, continuation in one.requests)
             wanted += range(end - most, end)
             for _, continuation in one.requests:
                 rows += range(len(wanted) - len(continuation), len(wanted))
                 targets += continuation
                 lengths.append(len(continuation))
-        # Padding comes after the text, where no token sees it.
-        tokens = self._tensor([[*one.tokens, *[0] * (width - len(one.tokens))] for one in batch])
-        others = [text.beside(one.prompt, range(one.first, one.first + width)) for one in batch]
-        inputs = {name: self._tensor([other[name] for other in others]) for name in others[0]}
-        logits = text.model(tokens, logits_at=self._tensor(wanted), **inputs)[:, : text.vocabulary].float()
+        logits = self._share.run_pass(partial(self._logits, batch, wanted))
         at, expected = self._tensor(rows), self._tensor(targets)
         scores = logits.log_softmax(-1)[at, expected].cpu().split(lengths)
         greedy = (logits.argmax(-1)[at] == expected).cpu().split(lengths)
         numbers = [number for one in batch for number, _ in one.requests]
         return [(n, float(s.sum()), bool(g.all())) for n, s, g in zip(numbers, scores, greedy, strict=True)]
+
+    def _logits(self, batch: list[_Scored], wanted: list[int]) -> Tensor:
+        """Return the logits of the tokens `wanted`, in one forward pass."""
+        text, width = self._text, len(batch[0].tokens)
+        # Padding comes after the text, where no token sees it.
+        tokens = self._tensor([[*one.tokens, *[0] * (width - len(one.tokens))] for one in batch])
+        others = [text.beside(one.prompt, range(one.first, one.first + width)) for one in batch]
+        inputs = {name: self._tensor([other[name] for other in others]) for name in others[0]}
+        return text.model(tokens, logits_at=self._tensor(wanted), **inputs)[:, : text.vocabulary].float()
 
     def _write(self, batch: list[tuple[int, list[int]]], settings: _Generation) -> list[tuple[int, str]]:
         text, options = self._text, settings.options
@@ -242,11 +282,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             most=len(prompts[0]) + options.tokens,
             device=text.device,
             beside=lambda row, shown: text.beside(len(prompts[row]), shown),
+            takes_cache=text.takes_cache,
         )
         # Repeats of a request draw different texts.
         seeds = [derive_seed(options.seed, "sample", number) for number, _ in batch]
         written = generate(
-            lambda texts: cached(texts)[:, : text.vocabulary],
+            lambda texts: self._share.run_pass(lambda: cached(texts)[:, : text.vocabulary]),
             prompts,
             options,
             stop=text.end,

@@ -37,6 +37,7 @@ class PreferenceTuning(ChatTask[DpoSpec]):
     section = "dpo"
     settings_type = DpoSpec
     records = "preferences"
+    predicts_tokens = False
     # Of the chosen and of the rejected answer.
     sample_losses = 2
 

@@ -36,6 +36,7 @@ class IctSpec(Section):
 class InverseClozeTask(DocumentTask[IctSpec]):
     name = "inverse-cloze"
     samples = "queries and blocks (data.ict)"
+    predicts_tokens = False
     architectures = (RETRIEVER,)
     section = "ict"
     settings_type = IctSpec

@@ -81,6 +81,8 @@ class Task(Generic[S]):
     records: ClassVar[Literal["texts", "conversations", "preferences"]] = "texts"
     writes: ClassVar[Literal["continuation", "masks", "spans"] | None] = None
 
+    # Whether the loss is that of predicting tokens, whose exponential is a perplexity.
+    predicts_tokens: ClassVar[bool] = True
     # Losses that each sample has of its own. 0: a micro-batch has one.
     sample_losses: ClassVar[int] = 0
 

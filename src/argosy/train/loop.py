@@ -22,6 +22,7 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
+from argosy.tasks.task_registry import task_of
 from argosy.train.closing import closing_lines, nothing_left
 from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
@@ -188,7 +189,9 @@ class Trainer:
         self.heartbeat.enter("evaluate", step)
         batch = spec.train.global_batch
         samples = spec.eval.batches * batch
-        result = evaluate(self.session.engine, validation, samples=samples, batch=batch, split="validation")
+        result = evaluate(
+            self.session.engine, validation, task_of(spec), samples=samples, batch=batch, split="validation"
+        )
         losses = {"validation_loss": result.loss} | {f"validation_loss/{n}": s.loss for n, s in result.sets.items()}
         losses |= {f"validation_{name}": value for name, value in result.metrics.items()}
         self.journal.metrics({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from argosy.data.samples.windows import Batch, Stream
 from argosy.model.moe import balance_experts
 from argosy.parallel.engine import Engine, Result
 from argosy.record.heartbeat import Phase
+from argosy.tasks.task import Task
 from argosy.train.optimizer import Optimizer
 
 COLLECT_EVERY = 500  # steps
@@ -103,20 +104,26 @@ class Evaluation:
     sets: dict[str, Evaluation] = field(default_factory=dict)
     # Other metrics of the model, such as the accuracy on pairs.
     metrics: dict[str, float] = field(default_factory=dict)
+    # Whether the loss is that of predicting tokens.
+    predicts_tokens: bool = True
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+    def perplexity(self) -> float | None:
+        """The exponential of the loss, or None if the loss is not that of predicting tokens."""
+        return math.exp(min(self.loss, 700.0)) if self.predicts_tokens else None
 
     def describe(self) -> str:
-        text = f"{self.split} loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
+        text = f"{self.split} loss {self.loss:.4f}"
+        text += "" if self.perplexity is None else f", perplexity {self.perplexity:.2f}"
         text += "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items())
         return text + (
             f" ({', '.join(f'{name} {one.loss:.4f}' for name, one in self.sets.items())})" if self.sets else ""
         )
 
 
-def evaluate(engine: Engine, sets: Mapping[str, Stream], *, samples: int, batch: int, split: str) -> Evaluation:
+def evaluate(
+    engine: Engine, sets: Mapping[str, Stream], task: Task[Any], *, samples: int, batch: int, split: str
+) -> Evaluation:
     """Evaluate `samples` samples in all, at most one pass over the split. Each set gets a share by size, at least one sample.
 
     The losses of each set and of the whole are each a sum over tokens, divided once."""
@@ -128,7 +135,8 @@ def evaluate(engine: Engine, sets: Mapping[str, Stream], *, samples: int, batch:
         sums = _sum_losses(engine, stream, share, batch)
         found[name] = sums.evaluation(split, share, {})
         whole.add(sums.loss, sums.tokens, sums.metrics)
-    return whole.evaluation(split, int(shares.sum()), found if len(found) > 1 else {})
+    result = whole.evaluation(split, int(shares.sum()), found if len(found) > 1 else {})
+    return replace(result, predicts_tokens=task.predicts_tokens)
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Scores on tasks while a model trains (`eval.tasks`), in the metrics as `task/NAME/METRIC`.
 
 The model is in evaluation mode, no gradients are kept, and nothing is drawn from a generator of the training. Requests are shared
-among the data-parallel ranks. With FSDP all ranks make equally many forward passes, because each gathers parameters from all.
+among the data-parallel ranks, and the ranks of a tensor-, pipeline- or context-parallel group make each pass together, through the
+engine that trains. With FSDP all ranks make equally many forward passes, because each gathers parameters from all.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from argosy.checkpoint.source import inherited_start, opens_with
 from argosy.config.suites import TasksSpec
 from argosy.errors import ArgosyError
-from argosy.parallel.host_group import all_gather_json
+from argosy.parallel.failsafe import OutOfStepError
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import now
@@ -24,6 +24,7 @@ from argosy.suites.harness_tasks import HarnessTasks, require_harness
 from argosy.tasks.task_registry import task_of
 from argosy.train.opening import Journal
 from argosy.train.session import Session
+from argosy.train.text_samples import text_start
 
 KEY = "eval.tasks"
 _log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class TaskEvaluation:
         self, session: Session, spec: TasksSpec, journal: Journal, agreement: Agreement, beat: Callable[[], None]
     ) -> None:
         require_harness(KEY)
-        from argosy.suites.harness_model import HarnessModel, RankShare, TextModel
+        from argosy.suites.harness_model import HarnessModel, TextModel, rank_share
         from argosy.suites.icl_tasks import harness_config
 
         self._session, self._spec, self._journal, self._agreement = session, spec, journal, agreement
@@ -49,24 +50,20 @@ class TaskEvaluation:
         data, mesh = session.data, session.mesh
         tokenizer = data.require_tokenizer(KEY)
         end = tokenizer.eod_id if data.eod_id is None else data.eod_id
-        # The directory is described on the first rank's file system. -1: the run did not begin from a model with such a token.
-        root = journal.run.root
-        start = mesh.from_first(lambda: -1 if (begins := inherited_start(root)) is None else begins)
-        opens = start >= 0 and bool(mesh.from_first(lambda: opens_with(root, start, tokenizer)))
+        start, opening = text_start(mesh, journal.run, tokenizer)
         text = TextModel(
-            session.engine.model,
+            session.engine.logits,
             tokenizer,
             session.device,
             limit=session.spec.data.seq_len,
             vocabulary=min(session.spec.model.vocab_size, tokenizer.vocab_size),
             end=end,
-            start=start if start >= 0 else end,
-            opening=[start] if opens else [],
+            start=end if start is None else start,
+            opening=opening,
             beside=task_of(session.spec).prompt_inputs,
+            takes_cache=session.engine.takes_cache,
         )
-        share = RankShare(after_batch=beat)
-        if mesh.world_size > 1:
-            share = RankShare(mesh.rank, mesh.world_size, all_gather_json, in_step=mesh.has_fsdp, after_batch=beat)
+        share = rank_share(session.engine.model, mesh, beat)
         self._model = HarnessModel(text, batch=spec.batch, share=share)
 
     def due(self, step: int) -> bool:
@@ -76,11 +73,9 @@ class TaskEvaluation:
     def run(self, step: int, tokens: int) -> list[str]:
         """Score the weights after `step`. A task that fails is reported, and training goes on.
 
-        Tasks run other people's templates and metrics, which may raise anything, on all ranks alike. A rank that failed in a
-        collective forward pass must end: the other ranks wait there.
+        Tasks run other people's templates and metrics, which may raise anything, on all ranks alike. After a forward pass that
+        failed on one rank all ranks give up together, unless the others wait there for its results: then this rank must end.
         """
-        from argosy.suites.harness_model import OutOfStepError
-
         model = self._session.engine.model
         # Compiled code would be compiled again for each length.
         eager = self._session.spec.parallel.compile != "off"

@@ -12,14 +12,30 @@ from contextlib import nullcontext
 
 import torch
 
+from argosy.checkpoint.source import inherited_start, opens_with
 from argosy.config.watching import SamplesSpec
+from argosy.data.text.tokenizer import Tokenizer
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
+from argosy.parallel.mesh import Mesh
 from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.tasks.task_registry import task_of
 from argosy.train.session import Session
+
+
+def text_start(mesh: Mesh, run: RunDir, tokenizer: Tokenizer) -> tuple[int | None, list[int]]:
+    """Return the beginning-of-text token of the model that a run began from, and the tokens with which every text begins.
+
+    The run is described on the first rank's file system.
+    """
+    # -1: the run did not begin from a model with such a token.
+    start = mesh.from_first(lambda: -1 if (begins := inherited_start(run.root)) is None else begins)
+    if start < 0:
+        return None, []
+    opens = mesh.from_first(lambda: opens_with(run.root, start, tokenizer))
+    return start, [start] if opens else []
 
 
 class TextSamples:
@@ -32,6 +48,7 @@ class TextSamples:
         self._timer = session.timer(spec.every, clock)
         self._task, self._eod = task_of(session.spec), session.data.eod_id
         self._tokenizer = session.data.require_tokenizer("log.samples")
+        self._opening = text_start(session.mesh, run, self._tokenizer)[1]
 
     def due(self, step: int) -> bool:
         return step == self._session.steps or self._timer.due(step)
@@ -54,13 +71,14 @@ class TextSamples:
         """Return each prompt and its continuation, up to the end of the document."""
         spec, session = self._spec, self._session
         prompts = [self._tokenizer.encode(prompt) for prompt in spec.prompts]
-        ids = [prompt or [self._eod or 0] for prompt in prompts]
+        ids = [self._opening + prompt or [self._eod or 0] for prompt in prompts]
         texts = CachedTexts(
-            session.engine.model,
+            session.engine.logits,
             limit=session.spec.data.seq_len,
             most=max(map(len, ids)) + spec.tokens,
             device=session.device,
             beside=lambda row, shown: self._task.prompt_inputs(len(ids[row]), shown),
+            takes_cache=session.engine.takes_cache,
         )
         # Compiled code would be compiled again for each length.
         eager = session.spec.parallel.compile != "off"

@@ -1,8 +1,8 @@
 """Chat templates: a conversation becomes one text, of which the assistant's turns are known.
 
 The template is the tokenizer's own, a Jinja program that somebody else wrote. It runs in Jinja's sandbox, without the file
-system, without imports and without attributes that start with an underscore. It does not see the clock: `strftime_now` is not
-defined, so that the same conversation always gives the same text.
+system, without imports and without attributes that start with an underscore, and within bounds of memory and time. It does not see
+the clock: `strftime_now` is not defined, so that the same conversation always gives the same text.
 
 The turns are found in one of two ways:
 
@@ -114,12 +114,13 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        sandbox = require("jinja2.sandbox", "sft", "a chat template")
+        require("jinja2.sandbox", "sft", "a chat template")
         from jinja2 import TemplateSyntaxError
 
+        from argosy.data.chat.bounded_sandbox import BoundedEnvironment
         from argosy.data.chat.generation_block import Generation
 
-        environment = sandbox.ImmutableSandboxedEnvironment(
+        environment: Any = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
         )
         environment.marks = (_BEGIN, _END)
@@ -175,6 +176,7 @@ class ChatTemplate:
 
     def _text(self, conversation: Conversation, messages: int, *, prompt: bool = False) -> str:
         template = self._compiled
+        template.environment.begin()
         pieces: list[str] = []
         size = 0
         try:

@@ -29,7 +29,7 @@ def use_kernel(x: Tensor) -> bool:
         return _forced[-1]
     if torch.compiler.is_compiling():
         return False
-    return _available() and (x.is_cuda or _asked() == "triton")
+    return _available() and (x.is_cuda or _interpreted())
 
 
 def installed(package: str) -> str | None:
@@ -67,6 +67,12 @@ def gpu_refusal(device: torch.device, capabilities: tuple[int, ...]) -> str | No
 @cache
 def _available() -> bool:
     return not only_torch() and importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _interpreted() -> bool:
+    """Return whether kernels run on the CPU too. Reading the environment at every operation takes 5% of a small model's pass."""
+    return _asked() == "triton"
 
 
 def only_torch() -> bool:

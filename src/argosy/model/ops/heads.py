@@ -47,13 +47,22 @@ def project_heads(
 
 def split_heads(qkv: Tensor, rope: Rope | None, *, group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
-    q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in slots.split((group, 1, 1), dim=3))
-    return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
+    if rope is None:
+        parts = slots.split((group, 1, 1), dim=3)
+    else:
+        # Queries and keys are next to each other, and turned together.
+        turned = _turn(slots[:, :, :, :-1], rope[0][:, :, None, None], rope[1][:, :, None, None])
+        parts = (*turned.split((group, 1), dim=3), slots[:, :, :, -1:])
+    q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in parts)
+    return q, k, v
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Apply rope to each pair (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]."""
-    cos, sin = rope[0][:, None], rope[1][:, None]
+    return _turn(x, rope[0][:, None], rope[1][:, None])
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

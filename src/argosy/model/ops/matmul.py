@@ -36,6 +36,8 @@ def matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     if is_separable() or use_kernel(x):
         found: tuple[Tensor, ...] = _Products.apply(x, *weights, *biases)
         return found
+    if len(weights) == 1:
+        return (F.linear(x, weights[0], biases[0]),)
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from argosy.config.schema import RunSpec
 from argosy.data.samples.windows import Batch
+from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.parallel.data_parallel import Reduction, make_micro_batches
 from argosy.parallel.engine import Result, ignore_phase
@@ -34,6 +35,7 @@ from argosy.parallel.pipeline.stream_forms import StreamForms
 from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
+from argosy.parallel.text_passes import TextInputs, required
 from argosy.parallel.trace_ranges import LEFT_OVER, PIPELINE, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
@@ -46,7 +48,7 @@ def make_pipeline(
 ) -> PipelineParallel:
     """Return the engine of a pipeline rank, whose model is already cut to its stages."""
     forms = StreamForms(stages, spec.parallel, spec.model.hidden, DTYPES[precision])
-    return PipelineParallel(model, mesh, forms, dropout, z_loss=spec.train.z_loss)
+    return PipelineParallel(model, mesh, forms, dropout, z_loss=spec.train.z_loss, vocab_size=spec.model.vocab_size)
 
 
 class PipelineParallel:
@@ -60,6 +62,7 @@ class PipelineParallel:
         dropout: DropoutSeeds,
         *,
         z_loss: float,
+        vocab_size: int,
     ) -> None:
         along = mesh.along("pp")
         if along is None:
@@ -73,6 +76,8 @@ class PipelineParallel:
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss, result_axes=(*SUM_AXES, "pp"))
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
+        self._texts = TextInputs.of(mesh, parallel)
+        self._last, self._vocab_size = stages.ranks[-1], vocab_size
         self._shared = SharedWeights(model, stages, self._pipeline)
         self._actions = cache(self._make_actions)
         # By stage of this rank.
@@ -133,6 +138,31 @@ class PipelineParallel:
             for counts in (True, False)
         )
         return self._reduction.sum_result(self._joined(counted, uncounted, training=False), totals)
+
+    takes_cache = False
+
+    def logits(
+        self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
+    ) -> Tensor:
+        """Run one micro-batch through all stages, and broadcast the logits of the last to the ranks of the pipeline."""
+        wanted, kept = required(logits_at), list[Tensor]()
+        inputs = self._texts(tokens, wanted, others)
+
+        def forward(stage: int, micro: int, stream: tuple[Tensor, ...] | None) -> Stream:
+            found: Tensor | Stream = self.model(**inputs, stage=stage, stream=stream)
+            if isinstance(found, Stream):
+                return found
+            kept.append(found.float().contiguous())
+            return Stream((), {})
+
+        def forms(stage: int, micro: int) -> list[Form]:
+            samples, length = inputs["tokens"].shape
+            return self._forms.leaving_of(stage, [length * self._parallel.cp], samples)
+
+        self._runtime.run(self._actions(1, False), forward, forms, training=False)
+        logits = kept[0] if kept else torch.empty(len(wanted), self._vocab_size, device=self.device)
+        dist.broadcast(logits, group=self._pipeline, group_src=self._last)
+        return logits
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         own = [gradient for name, gradient in gradients.items() if name not in self._shared.copies]

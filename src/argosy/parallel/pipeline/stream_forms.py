@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ class StreamForms:
         """Return the form of each tensor of the stream that leaves a stage, for `samples` samples of a batch."""
         lengths = [batch.tokens.shape[1]]
         lengths += [array.shape[1] for name, array in batch.inputs.items() if name == "decoder_tokens"]
+        return self.leaving_of(stage, lengths, samples)
+
+    def leaving_of(self, stage: int, lengths: Sequence[int], samples: int) -> list[Form]:
+        """Return the same for sequences of these lengths."""
         parts = self.parallel.cp * (self.parallel.tp if self.parallel.sp else 1)
         shares = [length // parts for length in lengths]
         # The decoder reads the whole output of the encoder.

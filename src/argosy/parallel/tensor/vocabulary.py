@@ -56,8 +56,8 @@ class SpreadOutput(Output):
         self._rows, self._region = Rows.of(spec.vocab_size, region), region
         self._way_in = Region(region.group, region.sequence and not alike)
 
-    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x = self._way_in.enter(x)
+    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:
+        x = self.wanted(self._way_in.enter(x), at)
         missing = self._rows.most - weight.shape[0]
         ours = F.pad(F.linear(x, weight, bias), (0, missing)).movedim(-1, 1)
         return gathered(ours, self._region.group).movedim(1, -1)[..., : self._rows.size]
