@@ -202,8 +202,8 @@ def test_ranks_that_share_requests_or_passes_score_and_write_what_one_process_do
 def test_a_pass_that_fails_on_one_rank_of_fsdp_gives_up_the_scores_and_not_the_run(
     pool: Pool, write_spec: Write, tmp_path: Path, where: str
 ) -> None:
-    """The other rank waits for parameters of the one that failed, wherever in the pass that was. The weights afterwards are those
-    of a run without tasks."""
+    """The other rank waits for parameters of the one that failed, wherever in the pass that was. The next step's loss is that of
+    a run without tasks."""
     names = ["letters", "writing"] if where == "block" else ["writing"]
     tasks = {"names": names, "dir": str(write_tasks(tmp_path / "tasks", samples=3)), "every": 2, "batch": 2}
     path = write_spec(eval={"every": 100, "batches": 1, "tasks": tasks})
