@@ -68,7 +68,7 @@ def layout() -> None:
     """Build the mesh and one rank of each layout, with the model on the meta device."""
     import torch
 
-    from argosy.compat import fake_ranks
+    from argosy.compat.absent_peers import fake_ranks
     from argosy.measure.rehearsal import hold
     from argosy.parallel.mesh import make_mesh
 
@@ -87,7 +87,7 @@ def _described(layout: str, rank: int, ranks: int) -> bytes:
     import torch
 
     from argosy.checkpoint.save_plan import describe
-    from argosy.compat import fake_ranks
+    from argosy.compat.absent_peers import fake_ranks
     from argosy.parallel.mesh import make_mesh
     from argosy.parallel.parallelize import parallelize
     from argosy.train.optimizer import Optimizer

@@ -140,6 +140,12 @@ _DOUBLED = "{% set x = namespace(v='a') %}{% for i in range(60) %}DOUBLE{% endfo
         "{{ '%9999999999d' % 1 }}",
         "{{ '{:>9999999999}'.format(1) }}",
         "{{ ('a' * 100000).replace('a', 'b' * 100000) | length }}",
+        "{% set s = 'a' * 9999999 %}{% for x in s %}{% for y in s %}{% endfor %}{% endfor %}",
+        "{% set s = ['aa'] * 999999 %}{% for x in s recursive %}{{ loop(s) }}{% endfor %}",
+        "{{ ('a' * 100000) | join('b' * 100000) | length }}",
+        "{{ ('\n' * 100000) | indent(100000) | length }}",
+        "{{ '{:{}}'.format(1, 9999999999) }}",
+        "{{ '%*d' % (9999999999, 1) }}",
         *(
             _DOUBLED.replace("DOUBLE", doubling)
             for doubling in (
@@ -161,6 +167,24 @@ def test_ordinary_arithmetic_and_text_of_a_template_are_left_alone() -> None:
         ChatTemplate(ChatFormat(template))._text(conversation_of({"messages": messages(0, 1)}), 1)
         == "abab12256x07a  [1, 2]cb"
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 1700000000 | string }}", "1700000000"),
+        ("{{ '{}: {}'.format('user', 'a **bold** word of 12345678') }}", "user: a **bold** word of 12345678"),
+        ("{{ '**%s**' % 'x' }}{{ '%s' | format('*') }}", "**x***"),
+        ("{{ ('ab' * 5000).replace('ab' * 1000, '') }}", ""),
+        ("{{ ('a\n' * 1000000) | replace('\n', '<br>') | length }}", "5000000"),
+        ("{% for x in [1, 2] if x > 1 %}{{ loop.length }}{{ loop.last }}{% endfor %}", "1True"),
+        ("{% for x in [1, [2]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}", "12"),
+        ("{{ ['a', 'b'] | join('-') }}{{ '-'.join(['c', 'd']) }}", "a-bc-d"),
+    ],
+)
+def test_what_templates_do_is_not_taken_for_an_attack(template: str, text: str) -> None:
+    found = ChatTemplate(ChatFormat(template))._text(conversation_of({"messages": messages(0, 1)}), 1)
+    assert found == text
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from argosy.model.moe import MoE, balance_experts
 from argosy.model.objective import Loss, Objective
 from argosy.model.ops import grouped
 from argosy.model.ops.grouped import grouped_linear
+from argosy.model.ops.matmul import separable, weights_later
 from argosy.model.ops.permute import combine, dispatch, sort_by_expert, sort_weights
 from argosy.parallel.precision import apply_precision
 
@@ -391,3 +392,17 @@ def test_no_shape_depends_on_the_data_and_the_host_never_reads_it(
 def test_the_loop_over_experts_does_read_them() -> None:
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         grouped._groups(torch.zeros(4, dtype=torch.int32))
+
+
+def test_deferred_gradients_of_experts_are_those_of_a_plain_backward_pass() -> None:
+    """The operators of the loop over experts have results, not steps, that autograd sees."""
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    (expected,) = torch.autograd.grad(grouped_linear(x, weight, offsets).square().sum(), weight)
+    with separable():
+        y = grouped_linear(x * 1, weight, offsets)
+    with weights_later() as later:
+        y.square().sum().backward()
+    assert weight.grad is None
+    later.run()
+    torch.testing.assert_close(weight.grad, expected)

@@ -37,7 +37,9 @@ class RankGrid:
     def __post_init__(self) -> None:
         if min((pieces for cut in self.cuts for pieces in cut), default=1) < 1 or self.cells > _MOST_RANKS:
             raise ValueError(f"there are no cuts {list(self.cuts)}")
-        if not self.ranges or max(last for _, last in self.ranges) > _MOST_RANKS:
+        ends = [end for one in self.ranges for end in one]
+        ascending = all(first < last for first, last in self.ranges) and ends == sorted(ends)
+        if not ends or not ascending or not 0 <= ends[0] <= ends[-1] <= _MOST_RANKS:
             raise ValueError(f"there are no ranks {list(self.ranges)}")
         if self.size % self.cells or len(set(np.bincount(self._cell_of, minlength=self.cells).tolist())) > 1:
             raise ValueError(f"ranks {list(self.ranges)} do not hold every piece of the cuts {list(self.cuts)} alike")
@@ -52,7 +54,7 @@ class RankGrid:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each cell."""
+        """The number of ranks that hold each cell."""
         return self.size // self.cells
 
     @cached_property

@@ -71,7 +71,7 @@ def evaluate(
     """Compute the loss of a model on a corpus, or its scores on tasks.
 
     A run's newest checkpoint is used. The loss is over all of the split, and for each source. With --tasks, a decoder is scored by
-    lm-evaluation-harness, by one process or by several (--nproc), with the same scores.
+    lm-evaluation-harness, by one process or by several (--nproc), with the same scores up to rounding.
     """
     import json
 
@@ -81,6 +81,14 @@ def evaluate(
         def score(world: World | None) -> int:
             from argosy.infer.evaluate_tasks import evaluate_tasks, read_icl_tasks
 
+            if world is None and layout is not None:
+                raise ArgosyError(
+                    "config.conflict",
+                    "a layout is for several ranks, and this is one process",
+                    key="--layout",
+                    value=layout,
+                    fix="add --nproc with the number of ranks of the layout",
+                )
             found, step = evaluate_tasks(
                 run, _split(tasks), icl=[] if icl_tasks is None else read_icl_tasks(icl_tasks), directory=task_dir,
                 shots=few_shot, limit=limit, batch=batch_size, device=device, layout=_split(layout), world=world,

@@ -115,6 +115,14 @@ def plan(
         from argosy.config.resolve import resolve
         from argosy.plan.measured_plan import read_measured
 
+        if not Path(target).is_file():
+            raise ArgosyError(
+                "config.conflict",
+                "--measured needs the run spec whose rank was measured",
+                key="--measured",
+                value=measured,
+                fix=f"RUN.yaml in place of {target}",
+            )
         spec = resolve(Path(target), overrides or [], elsewhere=True).spec
         own = read_measured(measured, spec, advice.question.cluster)
         answered["measured"] = own.as_dict()

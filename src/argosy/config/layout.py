@@ -72,7 +72,8 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
             raise _refusal(cut.axis, size, cause, _nearest(spec, cut.axis), origins)
     if parallel.tp > 1:
         _check_tensor_parallel(spec, origins)
-    check_pipeline(spec, origins)
+    if max(spec.parallel.pp, spec.parallel.vpp) > 1:
+        check_pipeline(spec, origins)
     if parallel.ep > 1 and parallel.compile != "off" and parallel.recompute != "none":
         raise ArgosyError(
             "config.conflict",

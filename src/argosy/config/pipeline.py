@@ -12,13 +12,11 @@ WORTH_A_WARNING = 0.2
 
 
 def check_pipeline(spec: RunSpec, origins: Origins) -> None:
-    """Raise an ArgosyError if the pipeline cannot run with these layers, this schedule or this batch."""
+    """Raise an ArgosyError if the pipeline, whose pp or vpp is not 1, cannot run with these layers, this schedule or this batch."""
     parallel = spec.parallel
     if parallel.pp == 1:
-        if parallel.vpp > 1:
-            cause = "virtual pipeline stages need pipeline parallelism, and parallel.pp is 1"
-            raise _refusal("vpp", parallel.vpp, cause, "parallel.vpp=1", origins)
-        return
+        cause = "virtual pipeline stages need pipeline parallelism, and parallel.pp is 1"
+        raise _refusal("vpp", parallel.vpp, cause, "parallel.vpp=1", origins)
     _check_stages(spec, origins)
     _check_compile(spec, origins)
     for size in spec.train.batches.sizes:

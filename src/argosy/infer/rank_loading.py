@@ -48,10 +48,12 @@ def _spec_for(source: Source, run: RunSpec | None, layout: Sequence[str], world:
     parallelism a tensor-parallel layout reads one token at a time.
     """
     keys = dict(_key(given) for given in layout)
-    sizes = {axis: int(keys[axis]) for axis in AXES if keys.get(axis, "").isdigit()}
-    if not {"dp_replicate", "dp_shard"} & sizes.keys():
-        keys["dp_replicate"] = str(max(1, world.size // math.prod(sizes.values())))
-    copies = int(keys.get("dp_replicate", 1)) * sizes.get("dp_shard", 1)
+    # A size that is none is refused with all other values of the spec.
+    sizes = {axis: int(keys[axis]) for axis in AXES if keys.get(axis, "").isdigit() and int(keys[axis])}
+    if not {"dp_replicate", "dp_shard"} & keys.keys():
+        sizes["dp_replicate"] = max(1, world.size // math.prod(sizes.values()))
+        keys["dp_replicate"] = str(sizes["dp_replicate"])
+    copies = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     made: dict[str, object] = {"init_from": source.where, "data.train": "none", "eval": "off", "optim.lr": 1}
     made |= {"train.steps": 1, "train.global_batch": copies, "parallel.micro_batch": 1, "parallel.sp": False}
     made["data.seq_len"] = 2 * sizes.get("cp", 1) * sizes.get("tp", 1)

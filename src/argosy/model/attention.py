@@ -149,6 +149,8 @@ def _hopper(case: Case, scale: float | None) -> Attend:
 
 def _flash_refuses(case: Case) -> str | None:
     mask = case.mask
+    if case.device.type != "cuda":
+        return "flash-attn-4 needs a GPU"
     if case.dropout:
         return "flash-attn-4 has no dropout"
     if any(given is not None for given in (mask.slopes, mask.documents, mask.reach, mask.bias)):

@@ -6,6 +6,7 @@ Initial weights are the same for every layout: each parameter is drawn from a se
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,8 +42,8 @@ def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Modul
     return model
 
 
-# Numbers drawn ahead for each thread: 0.5 GB.
-_AHEAD = 2**27
+# Numbers drawn ahead, at most: 4 GB.
+_MOST_AHEAD = 2**30
 # The projections that write into the residual stream start smaller, so that the stream's variance does not grow with depth.
 _INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
 
@@ -63,11 +64,10 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     waiting = sorted(shapes, key=lambda name: shapes[name].numel())
     drawn: deque[tuple[str, Future[Tensor]]] = deque()
-    threads = min(16, torch.get_num_threads())
-    ahead = 0
+    threads, ranks, ahead = min(16, torch.get_num_threads()), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0
     with ThreadPoolExecutor(threads) as pool:
         while waiting or drawn:
-            while waiting and (not drawn or ahead + shapes[waiting[-1]].numel() <= threads * _AHEAD):
+            while waiting and (not drawn or ahead + shapes[waiting[-1]].numel() <= _MOST_AHEAD // ranks):
                 name = waiting.pop()
                 ahead += shapes[name].numel()
                 drawn.append((name, pool.submit(initial_value, name, shapes[name], spec, seed)))

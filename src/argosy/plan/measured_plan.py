@@ -155,9 +155,10 @@ def read_measured(path: Path, spec: RunSpec, cluster: Cluster) -> MeasuredPlan:
         measured = {stage: Seconds(row["passes_s"], row["update_s"]) for stage, row in stages.items()}
         memory = {stage: float(row["memory_gib"]["peak"]) for stage, row in stages.items()}
         run = {key: found[key] for key in ("parameters", "layout", "global_batch", "seq_len", "micro_batches")}
+        precision, device = str(found["precision"]), str(found["device"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, f"it is no output of `argosy bench --world-size N --json` ({error!r})") from None
-    plan = RankPlan.of(spec, found["precision"])
+    plan = RankPlan.of(spec, precision)
     asked = {
         "parameters": count_parameters(spec.model).total,
         "layout": describe_layout(spec.parallel),
@@ -169,7 +170,7 @@ def read_measured(path: Path, spec: RunSpec, cluster: Cluster) -> MeasuredPlan:
     if differing or not measured:
         raise _unusable(path, f"it was measured with {', '.join(differing)}" if differing else "it has no rank")
     check_world(spec.parallel, cluster.gpus, f"--cluster {cluster.name}", spec.train.global_batch)
-    return MeasuredPlan(found["device"], memory, plan.step(measured, cluster))
+    return MeasuredPlan(device, memory, plan.step(measured, cluster))
 
 
 def _unusable(path: Path, why: str) -> ArgosyError:

@@ -98,6 +98,7 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     """Run one agent to its end. Returns whether it failed."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
     from argosy.compat import elastic_agent
     from argosy.supervise.node_rendezvous import NodeRendezvous, open_store
@@ -117,9 +118,14 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     logs = DefaultLogsSpecs(log_dir=str(supervisor.scratch / "torch"))
     try:
         result = elastic_agent(spec, logs, supervisor).run()
-        return result is not None and result.is_failed()
-    finally:
+    except RendezvousClosedError:
+        # Another node has ended the job. To say so again could end the next one.
+        raise
+    except BaseException:
         rendezvous.shutdown()
+        raise
+    rendezvous.shutdown()
+    return result is not None and result.is_failed()
 
 
 def _missing(nodes: Nodes, spec: FaultSpec, error: Exception) -> str:

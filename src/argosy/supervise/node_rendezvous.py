@@ -2,7 +2,7 @@
 
 Every node knows its own index and their number, so a node joins with two increments in the store of node 0, and asks it one
 small number a second from then on. torch's dynamic rendezvous lets nodes find out how many they are: all of them rewrite one
-record that lists all of them, which took 96 agents minutes and grows with the square of their number.
+record that lists all of them. 96 agents did not finish that in 100 seconds, and it grows with the square of their number.
 
 A round is one meeting. It is complete when every node has joined it. A node that joins after that, because its ranks failed
 or because its agent is new, opens the next round; the other nodes see the number of the round change, and follow.
@@ -90,8 +90,9 @@ class NodeRendezvous(RendezvousHandler):
                 self._join()
         self._looked, self._newest = time.monotonic(), self._round
         store = PrefixStore(f"{self._round}", self._store)
-        # The address at which all nodes have found node 0, with a free port for the ranks.
-        info = RendezvousStoreInfo.build(self._nodes.index, store, _address(self._nodes))
+        # A free port for the ranks, at the address by which this node has found node 0. Node 0 may know itself by another.
+        port = RendezvousStoreInfo.build(self._nodes.index, store, _address(self._nodes)).master_port
+        info = RendezvousStoreInfo(_address(self._nodes), port)
         return RendezvousInfo(store, self._nodes.index, self._nodes.count, info)
 
     def _join(self) -> None:

@@ -49,9 +49,9 @@ _LAST_WORDS = 200
 _LOG_S = 2.0
 _COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
 # Messages of gloo and NCCL about a lost peer. They are a consequence; the peer's node reports the cause.
-_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
-
-
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection refused|[Cc]onnect timeout"
+)
 # Messages of gloo and NCCL about a collective that took too long. The rank that has not begun it is to blame.
 _TIMED_OUT = re.compile(r"Timed out waiting|Watchdog caught collective operation timeout")
 

@@ -108,8 +108,15 @@ class Profiling:
             return [f"the profile could not be written: {error}"]
         if not self._mesh.is_first:
             return []
-        exposure = exposure_of(trace, self._mesh.names) if self._mesh.names else None
-        return _table(profiler, on_gpu, steps, trace) + ([] if exposure is None else exposure.lines())
+        return _table(profiler, on_gpu, steps, trace) + self._exposure(trace)
+
+    def _exposure(self, trace: Path) -> list[str]:
+        """Return the lines about exposed communication. A trace that cannot be read ends no run."""
+        try:
+            exposure = exposure_of(trace, self._mesh.names) if self._mesh.names else None
+        except (OSError, ValueError, KeyError) as error:
+            return [f"exposed communication is not known, because the trace cannot be read: {error!r}"]
+        return [] if exposure is None else exposure.lines()
 
 
 def _table(profiler: Any, on_gpu: bool, steps: int, trace: Path) -> list[str]:

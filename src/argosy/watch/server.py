@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -98,21 +99,21 @@ def _in_background(update: Callable[[], None], within_s: float) -> None:
 class Verdict:
     """The newest diagnosis of a run. With thousands of logs one takes seconds: the next begins after ten times as long."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._lock, self._due = run, threading.Lock(), float("-inf")
+    def __init__(self) -> None:
+        self._lock, self._due = threading.Lock(), float("-inf")
         self.found: list[dict[str, Any]] = []
 
-    def update(self) -> None:
+    def update(self, run: Run) -> None:
         """Diagnose the run again if that is due, and no other thread does."""
         if time.monotonic() < self._due or not self._lock.acquire(blocking=False):
             return
+        began = time.monotonic()
         try:
-            began = time.monotonic()
-            found = [] if self._run.state() == "done" else diagnose(self._run, read_bytes=_LOG_BYTES)
+            found = [] if run.state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
             shown = [one for one in found if one.weight > FINE and (one.name not in STATES or one.fix)]
             self.found = [finding.as_dict() for finding in shown][:4]
-            self._due = time.monotonic() + 10 * (time.monotonic() - began) - _VERDICT_S
         finally:
+            self._due = time.monotonic() + 10 * (time.monotonic() - began) - _VERDICT_S
             self._lock.release()
 
 
@@ -187,8 +188,8 @@ class RunApi:
 
     def verdict(self, request: Request) -> Any:
         run = self._named(request)
-        verdict = self._verdicts.setdefault(run.root, Verdict(run))
-        _in_background(verdict.update, _VERDICT_S)
+        verdict = self._verdicts.setdefault(run.root, Verdict())
+        _in_background(partial(verdict.update, run), _VERDICT_S)
         return verdict.found
 
     def log(self, request: Request) -> Any:

@@ -1,27 +1,34 @@
 """Jinja's sandbox with bounds on memory and time, for templates that somebody else wrote.
 
 Jinja refuses access to the interpreter, but not an expression such as `'a' * 10 ** 10`. Here the result of every operation that can
-make a value much longer than its inputs is bounded before it is computed, and so is the number of calls, which bounds loops.
+make a value much longer than its inputs is bounded before it is computed, and so is the number of calls and steps of loops.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
-# The longest text or list, and the largest integer argument of a filter or a method.
+# The longest text or list.
 MOST_LENGTH = 16 << 20
 _MOST_BITS = 4096
-# Calls and steps of `range` in one rendering.
+# Calls, steps of `range` and steps of loops in one rendering.
 _MOST_WORK = 1_000_000
-# A width in a format, which may also come from an argument (*).
-_WIDTH = re.compile(r"\d{7,}|\*")
+# A large width in a format, or one that comes from an argument.
+_WIDTH = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*?(\d{7,}|\*)")
+_BRACED_WIDTH = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)")
+# Methods and filters with an argument that says how long or how precise the result is.
+_SIZED = {
+    "center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes", "do_center", "do_wordwrap", "do_batch", "do_slice", "sync_do_slice",
+    "do_round", "do_tojson", "tojson",
+}  # fmt: skip
 
 
 class TooMuchError(Exception):
@@ -47,6 +54,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.globals.pop("lipsum", None)
         self.filters = {name: _bounded(function) for name, function in self.filters.items()}
         self._work = 0
 
@@ -59,10 +67,33 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:
         _check_arguments(__obj, (*arguments, *named.values()))
-        steps = len(safe_range(*arguments)) if __obj is safe_range else 1
-        __self._work += steps
-        _require(__self._work <= _MOST_WORK, "its loops")
+        __self._spend(len(safe_range(*arguments)) if __obj is safe_range else 1)
+        # A recursive loop, called for a level below.
+        if isinstance(__obj, LoopContext):
+            arguments = (__self.counted(arguments[0]), *arguments[1:])
         return super().call(__context, __obj, *arguments, **named)
+
+    def _generate(self, source: nodes.Template, *arguments: Any, **named: Any) -> str:
+        for loop in source.find_all(nodes.For):
+            loop.iter = nodes.Call(nodes.EnvironmentAttribute("counted"), [loop.iter], [], None, None)
+        source.set_environment(self)
+        return super()._generate(source, *arguments, **named)
+
+    def counted(self, values: Any) -> Any:
+        """Return what a loop iterates over, and count its steps."""
+        if isinstance(values, Sized):
+            self._spend(len(values))
+            return values
+        return self._each(values)
+
+    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self._spend(1)
+            yield value
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        _require(self._work <= _MOST_WORK, "its loops")
 
     def join(self, parts: Iterable[Any]) -> str:
         """Return the parts as one text (`~`)."""
@@ -92,24 +123,43 @@ def _length_after(operator: str, left: Any, right: Any) -> int:
 
 
 def _check_arguments(function: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuse large numbers, such as widths, wide formats, and a replacement of each character by a long text."""
+    """Refuse a method or a filter whose result would be too long."""
     name = str(getattr(function, "__name__", "a call"))
     # Jinja wraps `format` of a text in a function of its own.
     owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-    texts = [owner, *arguments] if isinstance(owner, str) else list(arguments)
-    lengths = [len(text) for text in texts if isinstance(text, str)]
-    large = any(isinstance(value, int) and abs(value) > MOST_LENGTH for value in arguments)
-    wide = name in ("format", "format_map", "do_format") and any(isinstance(t, str) and _WIDTH.search(t) for t in texts)
-    grown = (
-        name in ("replace", "do_replace", "join", "do_join", "indent", "do_indent") and _product(lengths) > MOST_LENGTH
-    )
+    given = [owner, *arguments] if isinstance(owner, str) else list(arguments)
+    texts = [value for value in given if isinstance(value, str)]
+    large = name in _SIZED and any(isinstance(value, int) and abs(value) > MOST_LENGTH for value in arguments)
+    wide = name in _FORMATS and bool(texts) and _FORMATS[name].search(texts[0]) is not None
+    grown = name in _GROWTH and _GROWTH[name](given, texts) > MOST_LENGTH
     _require(not (large or wide or grown), name)
 
 
-def _product(lengths: list[int]) -> int:
-    """Return the length of the longest text times that of the next."""
-    longest = sorted(lengths, reverse=True)[:2]
-    return longest[0] * max(1, longest[1]) if len(longest) > 1 else 0
+def _replaced(given: list[Any], texts: list[str]) -> int:
+    """Return the length at most of the first text after the second is replaced by the third."""
+    if len(texts) < 3:
+        return 0
+    text, old, new = texts[:3]
+    return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
+
+
+def _joined(given: list[Any], texts: list[str]) -> int:
+    """Return the length of the separators between the items."""
+    items = next((value for value in given if isinstance(value, list | tuple | dict)), texts[0] if texts else "")
+    return len(items) * max((len(text) for text in texts if text is not items), default=0)
+
+
+def _indented(given: list[Any], texts: list[str]) -> int:
+    """Return the length of the indentation of all lines."""
+    widths = [value for value in given if isinstance(value, int) and not isinstance(value, bool)]
+    width = max([*map(abs, widths), *map(len, texts[1:]), 4])
+    return (texts[0].count("\n") + 1) * width if texts else 0
+
+
+_FORMATS = {"format": _BRACED_WIDTH, "format_map": _BRACED_WIDTH, "do_format": _WIDTH}
+_GROWTH = {
+    "replace": _replaced, "do_replace": _replaced, "join": _joined, "do_join": _joined, "sync_do_join": _joined, "do_indent": _indented,
+}  # fmt: skip
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:

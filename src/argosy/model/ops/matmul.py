@@ -146,6 +146,7 @@ class Later:
     def put(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         self._work.append((weight, gradient))
 
+    @torch.no_grad()
     def run(self) -> None:
         for weight, gradient in self._work:
             torch.autograd.backward(weight, gradient())
