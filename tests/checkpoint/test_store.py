@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from argosy.checkpoint import manifest
 from argosy.checkpoint import save as saving
-from argosy.checkpoint.manifest import Checkpoint, TrainProgress, verify
+from argosy.checkpoint.manifest import VERSION, Checkpoint, TrainProgress, verify
 from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune
 from argosy.checkpoint.tensors import TensorFile, read_tensors, write_tensors
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_the_first_format_is_still_read(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_newer_format_is_neither_read_nor_passed_over(tmp_path: Path) -> None:
     save_step(tmp_path, 1)
-    _edit(save_step(tmp_path, 2), version=3)
+    _edit(save_step(tmp_path, 2), version=VERSION + 1)
     with pytest.raises(ArgosyError) as refusal:
         latest(tmp_path, report=print, set_aside=True)
     assert refusal.value.code == "checkpoint.version"

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form
-from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward
+from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_order
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 from model import flash_twin
@@ -166,7 +166,7 @@ def test_a_profiler_tells_whose_kernels_ran() -> None:
 @pytest.mark.parametrize("pairs", [1, 6, 7, 32, 640])
 @pytest.mark.parametrize("key_blocks", [1, 8, 64, 500])
 def test_sections_are_equal_and_no_larger_than_fill_the_gpu(pairs: int, key_blocks: int) -> None:
-    section = hopper_backward.section(pairs, key_blocks)
+    section = hopper_order.section(pairs, key_blocks)
     assert pairs % section == 0
     assert section == 1 or section * key_blocks <= 128
     larger = [size for size in range(section + 1, pairs + 1) if pairs % size == 0]
@@ -187,7 +187,7 @@ def _plain(function: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("key_blocks", [2, 6, 8, 64])
 def test_programs_of_the_folded_order_never_wait_in_a_circle(key_blocks: int, group: int) -> None:
     """Run all programs of a KV head, each up to where it must wait, again and again: all come to their end."""
-    place, step, before = map(_plain, (hopper_backward._place, hopper_backward._step, hopper_backward._adding_before))
+    place, step, before = map(_plain, (hopper_order._place, hopper_order._step, hopper_order._adding_before))
     programs = []
     for program in range(key_blocks // 2):
         _place[0], tiles = program, []

@@ -9,16 +9,7 @@ compute. Two workers have 64 keys each and compute
 They pass dS to the third group, which computes dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is stored in the order of
 the threads' registers, for wide additions. A last kernel restores the row order.
 
-In deterministic mode, programs add to a sum in a fixed order. A counter per warp and block of queries says how many programs have
-added. It is read before the matmul and written one step late beside the next matmul, so that neither latency is exposed.
-
-FIRST_KEYS: programs with the first keys start first. A program therefore waits only for programs started before it and cannot deadlock.
-They are also the longest, so none is left over at the end. All iterate over the queries from the last down to their diagonal. A program
-waits at its start until the one before it is a step ahead, and from then on they stay in step.
-
-FOLDED: a program has two key blocks, the one with index n - 1 - i and then the one with index i, so that all programs are equally long
-and start together. It iterates over the queries upwards in its first part and downwards in its second. In each round, which is
-one block of 128 queries, at most two programs then add to the same sums, and they begin with different halves of them.
+In deterministic mode, programs add to a sum in a fixed order (`hopper_order.py`).
 """
 
 from __future__ import annotations
@@ -41,12 +32,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch, described
+from argosy.model.ops.kernels.hopper_order import (
+    _AWAIT_TURN,
+    _END_TURN,
+    _READ_TURN,
+    _WORKERS,
+    ANY,
+    FIRST_KEYS,
+    FOLDED,
+    _adding_before,
+    _place,
+    _step,
+    order_of,
+    section,
+)
 from argosy.model.ops.matmul import processors
 
 # The head width; keys per worker, which is also queries per step.
 _WIDTH = gl.constexpr(64)
 _SIDE = gl.constexpr(64)
-_WORKERS = gl.constexpr(2)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
 _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)
 # Counters per block of queries: one for each warp that adds.
@@ -57,25 +61,6 @@ _ADD = gl.constexpr(
     "red.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
 )
 _ADD_OPERANDS = gl.constexpr("=r,=r,=r,=r,f,f,f,f,l,l,l,l")
-# Braces make registers and labels local. Relaxed reads suffice: additions happen in L2 and cannot start before the read is done.
-_READ_TURN = gl.constexpr("ld.relaxed.gpu.global.u32 $0, [$1];")
-_AWAIT_TURN = gl.constexpr(
-    "{ .reg .pred late; mov.u32 $0, $1; again: setp.ne.u32 late, $0, $3; @!late bra ready;"
-    " ld.relaxed.gpu.global.u32 $0, [$2]; bra again; ready: }"
-)
-# The barrier orders the additions of all lanes before the release by one of them.
-_END_TURN = gl.constexpr(
-    "{ .reg .pred ends; bar.warp.sync 0xffffffff; setp.ne.u32 ends, $2, 0;"
-    " @ends red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }"
-)
-# The approximate number of programs that run at the same time.
-_FULL_WAVE = 128
-# The order in which programs add to a sum of dQ: any, the last keys first, the first keys first, or folded.
-ANY, LAST_KEYS, FIRST_KEYS, FOLDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-# From this many key blocks on, starting the longest programs first gains more than waiting for the previous program costs.
-_LONG = 32
-# The fewest query heads of a KV head for which a release is seen before the next program waits for it, FOLDED.
-_STEPS_APART = 4
 
 
 # Triton 3.9 renamed `_reinterpret`.
@@ -90,66 +75,6 @@ else:
     @gluon.jit
     def _as_rows(logs, LAYOUT: gl.constexpr):
         return logs._reinterpret(gl.float32, [2, _SIDE], LAYOUT)
-
-
-@gluon.jit
-def _place(key_blocks, part, SECTION: gl.constexpr, ORDER: gl.constexpr):
-    """Return batch x KV heads + KV head, the key block of a part of the program, and the steps of the parts before it, by group.
-
-    Of each SECTION KV heads, programs that add first start first. FOLDED, all programs of a KV head start together.
-    """
-    place = gl.program_id(0)
-    before = 0
-    if ORDER == FOLDED:
-        half = key_blocks // 2
-        pair = place // half
-        key_block = place % half
-        before = part * (key_block + 1) * _WORKERS
-        key_block += (1 - part) * (key_blocks - 1 - 2 * key_block)
-    else:
-        within = place % (SECTION * key_blocks)
-        key_block = within // SECTION
-        if ORDER == LAST_KEYS:
-            key_block = key_blocks - 1 - key_block
-        pair = place // (SECTION * key_blocks) * SECTION + within % SECTION
-    return pair, key_block, before
-
-
-@gluon.jit
-def _step(step, key_block, part, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
-    """Return the block of queries and the head of the group at a step of a part: from the diagonal on, or from the last block back
-    to it.
-
-    With ORDER ANY, programs start with different heads, so that few add to the same sums at a time.
-    """
-    block = key_block * _WORKERS + step // GROUP
-    member = step % GROUP
-    if ORDER == ANY:
-        member = (step + key_block) % GROUP
-    if ORDER == FIRST_KEYS:
-        block = blocks - 1 - step // GROUP
-    if ORDER == FOLDED:
-        block += part * (blocks - 1 - step // GROUP - block)
-    return block, member
-
-
-@gluon.jit
-def _adding_before(block, key_block, part, key_blocks, ORDER: gl.constexpr):
-    """Return how many programs add to a block of queries before the one with this key block."""
-    row = block // _WORKERS
-    before = row - key_block
-    if ORDER == FIRST_KEYS:
-        before = key_block
-    if ORDER == FOLDED:
-        # At round r a row is read by the first part whose key block is r before it, and by the second part whose key block is r -
-        # (key_blocks - row). Of a row's two blocks, the first part begins with the even one, the second with the odd one.
-        odd = block % _WORKERS
-        second = before + odd - (key_blocks - row)
-        second = gl.minimum(gl.maximum(second, 0), gl.minimum(key_blocks // 2, row + 1))
-        first = key_block + key_blocks - row + 1 - odd
-        first = gl.minimum(first, gl.maximum(row - key_blocks // 2 + 1, 0))
-        before += second + part * (key_block + first - before - second)
-    return before
 
 
 @gluon.jit
@@ -448,20 +373,3 @@ def start(
     )  # fmt: skip
     _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, _WIDTH.value, by_thread, num_warps=4)
     return d_q, d_k, d_v
-
-
-def order_of(key_blocks: int, group: int, processors: int) -> gl.constexpr:
-    """Return the order in which programs add to a sum of dQ in deterministic mode.
-
-    FOLDED wants all programs of a KV head at the same time, beside other kernels on half of the multiprocessors, and enough steps
-    between two programs' additions to the same sums.
-    """
-    if group >= _STEPS_APART and key_blocks % 2 == 0 and key_blocks <= processors:
-        return FOLDED
-    return FIRST_KEYS if key_blocks >= _LONG else LAST_KEYS
-
-
-def section(pairs: int, key_blocks: int) -> int:
-    """Return how many KV heads to work on at a time, so that their data stays cached: a divisor of `pairs` that fills the GPU."""
-    wanted = max(1, _FULL_WAVE // key_blocks)
-    return max(size for size in range(1, wanted + 1) if pairs % size == 0)

@@ -4,7 +4,7 @@ As for heads of 64 (`hopper_backward`), a program has 128 keys of one KV head an
 workers of four warps have 64 keys each. Their sums of dK and dV fill the registers, so there is no room for a third group of warps to
 compute dQ = dS^T K. Instead each worker computes half of dQ's columns, over all 128 keys. It reads the other worker's dS from shared
 memory one step late, beside the scores of the next step, so that neither worker waits for the other. Two more warps read dQ from shared
-memory and add it to the sum in memory. In deterministic mode they add in the order that `hopper_backward` describes.
+memory and add it to the sum in memory. In deterministic mode they add in an order of `hopper_order`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from argosy.model.ops.kernels.hopper_backward import (
-    _ADD,
-    _ADD_OPERANDS,
+from argosy.model.ops.kernels.hopper_backward import _ADD, _ADD_OPERANDS, _SIDE, _as_rows, _fetcher, start
+from argosy.model.ops.kernels.hopper_forward import _exp2
+from argosy.model.ops.kernels.hopper_order import (
     _AWAIT_TURN,
     _END_TURN,
     _READ_TURN,
-    _SIDE,
     _WORKERS,
     ANY,
     FIRST_KEYS,
     _adding_before,
-    _as_rows,
-    _fetcher,
     _place,
     _step,
-    start,
 )
-from argosy.model.ops.kernels.hopper_forward import _exp2
 
 _WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
