@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 
 from argosy.compat import combined, finish_backward
 from argosy.config.schema import ParallelSpec
+from argosy.model.moe import Experts
 from argosy.parallel.ep import experts_of
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import DTYPES
@@ -55,13 +56,16 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)
     # A pipeline keeps its parameters gathered, and a rank's units are not all in one pass.
     if mesh.along("pp") is None:
-        prefetch_forward(model)
+        # Selective recompute counts the operations of a block, and finds more of them again than before if experts, which are
+        # inside of it, were gathered ahead.
+        without = Experts if parallel.recompute == "selective" else ()
+        prefetch_forward([unit for unit in units(model) if not isinstance(unit, without)])
 
 
-def prefetch_forward(model: nn.Module) -> None:
+def prefetch_forward(chain: Iterable[FSDPModule]) -> None:
     """Make each unit launch the next one's all-gather before its own forward pass. The host then need not be ahead of the device
     for the two to overlap. torch does the same for the backward pass, in the order that it saw in the forward pass."""
-    for unit, following in pairwise(units(model)):
+    for unit, following in pairwise(chain):
         unit.set_modules_to_forward_prefetch([following])
 
 
