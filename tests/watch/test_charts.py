@@ -19,7 +19,7 @@ import pytest
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.run_notes import RunNotes, read_notes, write_notes
 from record.run_dirs import make_run, record
-from waiting import wait_for
+from waiting import settled, wait_for
 from watch.conftest import TOKEN, VIEWPORT, Dashboard
 
 START = 1_700_000_000.0
@@ -210,12 +210,16 @@ def test_a_link_shows_the_same_part_axes_charts_and_filter_again(sight: Sight) -
     sight.chart().locator("svg").focus()
     sight.page.keyboard.press("+")
     wait_for(lambda: "from=" in sight.page.url)
-    # What the server sends for the zoomed part is drawn when the added chart has it too.
-    wait_for(lambda: len(sight.drawn()) < 90)
-    before, link = (sight.drawn(), sight.drawn(curve=1), sight.drawn("tflops")), sight.page.url
+
+    def shown() -> list[Any]:
+        return [sight.drawn(), sight.drawn(curve=1), sight.drawn("tflops")]
+
+    # Each chart draws what the server sends for the zoomed part when it has come.
+    wait_for(lambda: all(len(points) < 90 for points in shown()))
+    before, link = settled(shown), sight.page.url
     sight.page.goto("about:blank")
     sight.page.goto(link)
-    wait_for(lambda: (sight.drawn(), sight.drawn(curve=1), sight.drawn("tflops")) == before)
+    wait_for(lambda: shown() == before)
     assert sight.page.get_by_label("x axis").input_value() == "tokens"
     assert sight.page.get_by_label("smoothing").input_value() == "0.6"
     assert sight.texts('[data-chart="Loss"] .y-scale') == ["log scale"]
