@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from argosy.supervise import node_rendezvous
-from argosy.supervise.node_rendezvous import NodeRendezvous
+from argosy.supervise.node_rendezvous import NodeRendezvous, PlaceTakenError
 from argosy.supervise.world import Nodes
 
 
@@ -45,37 +47,65 @@ def test_a_node_keeps_its_index_and_all_find_the_same_address() -> None:
     assert len({(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in met}) == 1
 
 
-def test_each_node_adds_one_key_to_the_store() -> None:
+def test_what_a_node_adds_to_the_store_does_not_grow_with_their_number() -> None:
     keys = []
     for count in (4, 12):
         store = HashStore()
         together([agent.next_rendezvous for agent in agents_of(store, count)])
         keys.append(store.num_keys())
-    assert keys[1] - keys[0] == 8
+    assert keys[1] - keys[0] == 8 * 2
+
+
+def settle(agent: NodeRendezvous, agents: list[NodeRendezvous], quit_s: float = 30.0) -> Any:
+    """Join, and follow the others, as an agent does while its ranks run, until all are in one round."""
+    info = agent.next_rendezvous()
+    deadline = time.monotonic() + quit_s
+    while len({each._round for each in agents}) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+        if agent.num_nodes_waiting():
+            info = agent.next_rendezvous()
+    return info
+
+
+def follow(agent: NodeRendezvous) -> Any:
+    while not agent.num_nodes_waiting():
+        time.sleep(0.001)
+    return agent.next_rendezvous()
 
 
 def test_a_node_that_fails_takes_all_others_into_the_next_round() -> None:
     agents = agents_of(HashStore(), 3)
     together([agent.next_rendezvous for agent in agents])
     assert [agent.num_nodes_waiting() for agent in agents] == [0, 0, 0]
-
-    def follow(agent: NodeRendezvous) -> Any:
-        while not agent.num_nodes_waiting():
-            pass
-        return agent.next_rendezvous()
-
-    met = together([agents[1].next_rendezvous, *(lambda a=agent: follow(a) for agent in (agents[0], agents[2]))])
+    met = together([agents[1].next_rendezvous, partial(follow, agents[0]), partial(follow, agents[2])])
     assert [info.rank for info in met] == [1, 0, 2]
     assert [agent.num_nodes_waiting() for agent in agents] == [0, 0, 0]
 
 
-def test_a_new_agent_of_a_lost_node_opens_a_round_that_the_waiting_ones_join() -> None:
+def test_a_new_agent_of_a_lost_node_and_the_waiting_ones_come_to_one_round() -> None:
+    for _ in range(20):
+        store = HashStore()
+        agents = agents_of(store, 3)
+        with pytest.raises(RendezvousTimeoutError):
+            NodeRendezvous(store, agents[1]._nodes, 0.0).next_rendezvous()
+        # The lost node has joined the first round, so the two others may complete it before the new agent comes.
+        agents[1] = NodeRendezvous(store, agents[1]._nodes, 60.0)
+        met = together([partial(settle, agent, agents) for agent in agents])
+        assert [info.rank for info in met] == [0, 1, 2]
+        assert {agent._round for agent in agents} == {2}
+
+
+def test_of_two_agents_with_one_index_the_newer_has_the_place() -> None:
     store = HashStore()
-    agents = agents_of(store, 3)
-    with pytest.raises(RendezvousTimeoutError):
-        agents_of(store, 3, 0.0)[1].next_rendezvous()
-    met = together([agents[0].next_rendezvous, agents_of(store, 3)[1].next_rendezvous, agents[2].next_rendezvous])
-    assert [info.rank for info in met] == [0, 1, 2]
+    agents = agents_of(store, 2)
+    together([agent.next_rendezvous for agent in agents])
+    newer = NodeRendezvous(store, agents[1]._nodes, 60.0)
+    met = together([newer.next_rendezvous, partial(follow, agents[0])])
+    assert [info.rank for info in met] == [1, 0]
+    assert agents[1].num_nodes_waiting()
+    with pytest.raises(PlaceTakenError, match="another agent has joined as node 1"):
+        agents[1].next_rendezvous()
+    assert [agent.num_nodes_waiting() for agent in (newer, agents[0])] == [0, 0]
 
 
 def test_nodes_that_do_not_come_are_counted_and_a_job_that_ended_is_not_joined() -> None:

@@ -74,10 +74,18 @@ def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: 
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    from argosy.supervise.node_rendezvous import PlaceTakenError
+
     lost_at = time.monotonic()
     while True:
         try:
             failed = _run_agent(nproc, nodes, arguments, supervisor)
+        except PlaceTakenError as error:
+            _log.error(
+                "%s, so this one ends: every node needs its own --node-rank, and a node that is started again takes the place of the one before",
+                error,
+            )
+            return EXIT_RESUMABLE
         except (RendezvousError, DistError) as error:
             if (code := supervisor.ended_elsewhere()) is not None:
                 return code
@@ -101,7 +109,7 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
     from argosy.compat import elastic_agent
-    from argosy.supervise.node_rendezvous import NodeRendezvous, open_store
+    from argosy.supervise.node_rendezvous import NodeRendezvous, PlaceTakenError, open_store
 
     wait_s = supervisor.spec.nodes_wait
     rendezvous = NodeRendezvous(open_store(nodes, max(1.0, min(60.0, wait_s))), nodes, max(1.0, wait_s))
@@ -118,8 +126,8 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     logs = DefaultLogsSpecs(log_dir=str(supervisor.scratch / "torch"))
     try:
         result = elastic_agent(spec, logs, supervisor).run()
-    except RendezvousClosedError:
-        # Another node has ended the job. To say so again could end the next one.
+    except (RendezvousClosedError, PlaceTakenError):
+        # Another node has ended the job, and to say so again could end the next one; or the job goes on without this agent.
         raise
     except BaseException:
         rendezvous.shutdown()

@@ -4,13 +4,19 @@ Every node knows its own index and their number, so a node joins with two increm
 small number a second from then on. torch's dynamic rendezvous lets nodes find out how many they are: all of them rewrite one
 record that lists all of them. 96 agents did not finish that in 100 seconds, and it grows with the square of their number.
 
-A round is one meeting. It is complete when every node has joined it. A node that joins after that, because its ranks failed
-or because its agent is new, opens the next round; the other nodes see the number of the round change, and follow.
+A round is one meeting. It is complete when every node has joined it. A node that joins a round for the second time, because its
+ranks failed or because its agent is new, opens the next round; the other nodes see the number of the round change, and follow.
+One key has the current round and the last one that was complete: a round that was left is not completed, and all nodes of a
+complete one return from it, however soon the next is opened.
+
+A new agent takes the place of the one before it. An agent that has lost its place does not join again: two agents that were
+given one index would open rounds for ever.
 """
 
 from __future__ import annotations
 
 import time
+import uuid
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -18,14 +24,20 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from argosy.supervise.world import Nodes
 
-_ROUND, _CLOSED = "round", "closed"
+_ROUNDS, _CLOSED, _PORT = "rounds", "closed", "port"
 # Seconds between two looks at the store: of a node that waits for the others, and of a node whose ranks run.
 _WAIT_S, LOOK_S = 0.2, 1.0
+
+
+class PlaceTakenError(RendezvousError):
+    """Another agent has joined as the node that this agent is."""
 
 
 def open_store(nodes: Nodes, timeout_s: float) -> Store:
@@ -60,10 +72,12 @@ class NodeRendezvous(RendezvousHandler):
         # The round that this node has joined. The first is 1.
         self._round = 0
         self._looked, self._newest = float("-inf"), 0
+        self._place, self._name = f"place-{nodes.index}", uuid.uuid4().hex
+        self._store.set(self._place, self._name)
         if nodes.index == 0:
             # A new agent of node 0 may find its old store, which the last agent closed.
             self._store.delete_key(_CLOSED)
-            self._store.compare_set(_ROUND, "", "1")
+            self._store.compare_set(_ROUNDS, "", "1 0")
 
     def get_backend(self) -> str:
         return "argosy"
@@ -75,39 +89,49 @@ class NodeRendezvous(RendezvousHandler):
         """Join the next round, and wait until all nodes have.
 
         Raises:
+            PlaceTakenError: a newer agent of this node has come.
             RendezvousClosedError: a node has ended the job.
             RendezvousTimeoutError: not all nodes came in time.
         """
         deadline = time.monotonic() + self._wait_s
         self._join()
-        while not self._store.check([f"{self._round}/complete"]):
+        while True:
+            current, complete = self._rounds()
+            if complete == self._round:
+                break
             if self.is_closed():
                 raise RendezvousClosedError("another node has ended the job")
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"{self._joined()} of {self._nodes.count} nodes have come")
-            time.sleep(_WAIT_S)
-            if self._current() != self._round:
+            if current != self._round:
                 self._join()
+            else:
+                time.sleep(_WAIT_S)
         self._looked, self._newest = time.monotonic(), self._round
         store = PrefixStore(f"{self._round}", self._store)
-        # A free port for the ranks, at the address by which this node has found node 0. Node 0 may know itself by another.
-        port = RendezvousStoreInfo.build(self._nodes.index, store, _address(self._nodes)).master_port
-        info = RendezvousStoreInfo(_address(self._nodes), port)
+        # The port is node 0's; the address that by which this node has found node 0, which may know itself by another.
+        info = RendezvousStoreInfo(_address(self._nodes), int(store.get(_PORT)))
         return RendezvousInfo(store, self._nodes.index, self._nodes.count, info)
 
     def _join(self) -> None:
         """Join the current round, or the next one if a node of this index has joined the current one before."""
-        current = self._current()
+        if self._store.get(self._place).decode() != self._name:
+            raise PlaceTakenError(f"another agent has joined as node {self._nodes.index}")
+        current, complete = self._rounds()
         while self._store.add(f"{current}/node-{self._nodes.index}", 1) > 1:
-            # Of several nodes that leave a round, one opens the next.
-            self._store.compare_set(_ROUND, str(current), str(current + 1))
-            current = self._current()
+            # Of several nodes that leave a round, one opens the next. If it was completed just now, this node comes here again.
+            self._store.compare_set(_ROUNDS, f"{current} {complete}", f"{current + 1} {complete}")
+            current, complete = self._rounds()
         self._round = current
+        if self._nodes.index == 0:
+            self._store.set(f"{current}/{_PORT}", str(get_free_port()))
         if self._store.add(f"{current}/joined", 1) == self._nodes.count:
-            self._store.set(f"{current}/complete", "1")
+            self._store.compare_set(_ROUNDS, f"{current} {complete}", f"{current} {current}")
 
-    def _current(self) -> int:
-        return int(self._store.get(_ROUND))
+    def _rounds(self) -> tuple[int, int]:
+        """Return the current round and the last that was complete, 0 if none was."""
+        current, complete = self._store.get(_ROUNDS).split()
+        return int(current), int(complete)
 
     def _joined(self) -> int:
         return int(self._store.add(f"{self._round}/joined", 0))
@@ -115,7 +139,7 @@ class NodeRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return 1 if a node waits in a later round: the ranks of this node have to be restarted too. Asks at most once a second."""
         if time.monotonic() - self._looked >= LOOK_S:
-            self._looked, self._newest = time.monotonic(), self._current()
+            self._looked, (self._newest, _) = time.monotonic(), self._rounds()
         return int(self._newest > self._round)
 
     def is_closed(self) -> bool:
