@@ -115,6 +115,8 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "dp_shard=2 tp=2 recompute=full micro_batch=2": "lora",
     "pp=2 tp=2 schedule=zbv recompute=selective": "lora",
     "dp_replicate=2 dp_shard=2 cp=2 tp=2 sp=false": "lora",
+    "tp=2 recompute=selective": "dora",
+    "dp_shard=2 recompute=full": "dora",
 }
 CASES = [
     *((model, layout) for layout in LAYOUTS for model in DECODERS),

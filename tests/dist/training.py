@@ -48,6 +48,7 @@ MODELS = {
     "dpo": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=dpo"],
     # Adapters beside frozen weights.
     "lora": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "tied=true", "lora={rank: 4}"],
+    "dora": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "tied=true", "lora={rank: 4, dora: true}"],
     "bert": ["model.preset=bert-base", *_SIZES, "dropout=0"],
     "t5": ["model.preset=t5-small", *_SIZES, "decoder_layers=2", "head_dim=8", "init_std=1", "dropout=0"],
     "ict": ["model.preset=ict-base", *_SIZES, "dropout=0", "retrieval={projection: 12}", "data.ict.query_len=8"],

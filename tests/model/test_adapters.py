@@ -16,8 +16,10 @@ from argosy.families.adapter_sizes import is_adapter
 from argosy.infer.loading import load_model
 from argosy.model.build import build_model, initialise
 from argosy.plan.calibration import calibration
+from argosy.plan.hardware import parse_cluster
 from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import memory_of
+from argosy.plan.time import step_time
 from argosy.train.run import TrainOptions, train
 from tiny import TINY_MODEL
 
@@ -45,9 +47,12 @@ def bits(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
 
 
-def test_a_run_trains_adapters_beside_the_model_it_starts_from(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [KEYS, (*KEYS, "model.lora.dora=true")], ids=["lora", "dora"])
+def test_a_run_trains_adapters_beside_the_model_it_starts_from(
+    corpus: Path, tmp_path: Path, keys: tuple[str, ...]
+) -> None:
     base = trained(run_of(tmp_path, corpus, "base", "train.steps=2"))
-    start = [f"init_from={base}", *KEYS]
+    start = [f"init_from={base}", *keys]
     run = trained(run_of(tmp_path, corpus, "lora", "train.steps=4", *start))
     before, after = open_source(str(base)), open_source(str(run))
     assert before.infos.keys() == after.infos.keys()
@@ -65,7 +70,7 @@ def test_a_run_trains_adapters_beside_the_model_it_starts_from(corpus: Path, tmp
     # What samples and exports reads is the merged model, which computes what the adapted one does.
     spec = resolve(
         None,
-        [f"init_from={base}", *KEYS, f"data.train={corpus}", "train.global_batch=4", "train.steps=1", "optim.lr=1"],
+        [f"init_from={base}", *keys, f"data.train={corpus}", "train.global_batch=4", "train.steps=1", "optim.lr=1"],
     )
     adapted = build_model(spec.spec.model).eval()
     adapted.load_state_dict({name: stored[name] for name in stored.infos})
@@ -75,9 +80,10 @@ def test_a_run_trains_adapters_beside_the_model_it_starts_from(corpus: Path, tmp
         torch.testing.assert_close(found, adapted(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_fresh_adapters_change_nothing() -> None:
+@pytest.mark.parametrize("dora", ["false", "true"])
+def test_fresh_adapters_change_nothing(dora: str) -> None:
     sizes = ["layers=2", "hidden=32", "heads=4", "kv_heads=2", "head_dim=8", "ffn=48", "vocab_size=64"]
-    spec = resolve_model("llama3-8b", [*sizes, "lora={rank: 2, targets: [qkv, down]}"])
+    spec = resolve_model("llama3-8b", [*sizes, f"lora={{rank: 2, targets: [qkv, down], dora: {dora}}}"])
     adapted, plain = build_model(spec), build_model(spec.model_copy(update={"lora": None}))
     initialise(adapted, spec, 1)
     initialise(plain, spec, 1)
@@ -87,7 +93,9 @@ def test_fresh_adapters_change_nothing() -> None:
     assert names == {"qkv", "down"}
     count = count_parameters(spec)
     assert count.total == sum(parameter.numel() for parameter in adapted.parameters())
-    assert count.matrices == sum(p.numel() for name, p in adapted.named_parameters() if is_adapter(name))
+    added = [p for name, p in adapted.named_parameters() if is_adapter(name)]
+    assert count.matrices == sum(p.numel() for p in added if p.ndim == 2)
+    assert count.total - count.fixed == sum(p.numel() for p in added)
 
 
 def test_the_plan_counts_frozen_weights_and_adapters() -> None:
@@ -102,6 +110,31 @@ def test_the_plan_counts_frozen_weights_and_adapters() -> None:
     assert of_lora.weights == pytest.approx(2 * count_parameters(lora).total / 2**30, rel=0.01)
     assert of_lora.optimiser < 0.01 * of_full.optimiser
     assert of_lora.gradients < 0.02 * of_full.gradients
+
+
+def test_the_plan_counts_magnitudes_norms_and_unscaled_outputs() -> None:
+    keys = [
+        "model=llama2-7b",
+        "data.train=x",
+        "train.global_batch=8",
+        "train.steps=1",
+        "optim.lr=1",
+        "model.lora.rank=16",
+    ]
+    lora, dora = (resolve(None, [*keys, f"model.lora.dora={on}"]).spec.model for on in ("false", "true"))
+    magnitudes = lora.layers * (3 * lora.hidden + lora.hidden + 2 * lora.ffn + lora.hidden)
+    assert count_parameters(dora).total - count_parameters(lora).total == magnitudes
+    assert training_flops_per_token(dora) == training_flops_per_token(lora)
+    known = calibration()
+    stack = known.stacks["argosy"]
+    works = [Work(model, 4096, 8) for model in (lora, dora)]
+    plain, more = (memory_of(work, Layout(), stack, known)[0] for work in works)
+    assert (more.weights - plain.weights) * 2**30 == pytest.approx(stack.weight * magnitudes)
+    assert (more.optimiser - plain.optimiser) * 2**30 == pytest.approx(stack.optimiser * magnitudes)
+    # The outputs of all linear layers of 4096 tokens, in 16 bits.
+    assert (more.activations - plain.activations) * 2**30 == pytest.approx(2 * magnitudes * 4096)
+    faster, slower = (step_time(work, Layout(), parse_cluster("1xh100"), stack, known).total for work in works)
+    assert faster < slower < 1.3 * faster
 
 
 @pytest.mark.parametrize(

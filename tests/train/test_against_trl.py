@@ -13,11 +13,14 @@ import transformers as T
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
+from torch.nn import functional as F
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from argosy.checkpoint.hf.hf_adapter import export_adapter
+from argosy.checkpoint.hf.hf_convert import entries, to_theirs
 from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
 from argosy.checkpoint.source import open_source, starting_weights
+from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.chat.chat_template import chat_format
@@ -30,6 +33,7 @@ from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.loading import load_model
 from argosy.infer.reference_answers import write_references
+from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
@@ -141,13 +145,14 @@ def test_masks_are_those_of_trl(base: Base, tmp_path: Path, template: str) -> No
         assert learnt.astype(int).tolist() == theirs["assistant_masks"]
 
 
-def test_peft_loads_the_adapters_of_a_run(base: Base, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_peft_loads_the_adapters_of_a_run_and_computes_its_gradients(base: Base, tmp_path: Path, dora: bool) -> None:
     corpus = prepared(base, tmp_path / "corpus", base.chats)
     run = resolve(
         None,
         [
             "name=lora", f"runs_dir={tmp_path}", f"init_from=hf:{base.directory}", f"data.train={corpus}", f"data.seq_len={SEQ}",
-            "data.split=[1,0,0]", "data.task=sft", "eval=off", "model.lora={rank: 4, alpha: 8}", "train.global_batch=2",
+            "data.split=[1,0,0]", "data.task=sft", "eval=off", f"model.lora={{rank: 4, alpha: 8, dora: {str(dora).lower()}}}", "train.global_batch=2",
             "train.steps=3", "optim.lr=1e-2", "checkpoint.mode=sync",
         ],
     )  # fmt: skip
@@ -165,6 +170,38 @@ def test_peft_loads_the_adapters_of_a_run(base: Base, tmp_path: Path) -> None:
     assert T.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == MARKED
     with torch.no_grad():
         torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    theirs = PeftModel.from_pretrained(base.model(), tmp_path / "adapter", is_trainable=True)
+    require_gradients_of_peft(run.spec.model, tmp_path / "lora", theirs, tokens)
+
+
+def require_gradients_of_peft(spec: ModelSpec, run: Path, theirs: Any, tokens: Tensor) -> None:
+    """Compare the loss of the run's adapted model with PEFT's, and the gradients of its adapters.
+
+    PEFT's queries, keys and values have an A each, where ours have one."""
+    found = open_source(str(run)).checkpoint
+    assert found is not None
+    stored, model = found.weights(), build_model(spec)
+    model.load_state_dict({name: stored[name] for name in stored.infos})
+    losses = [F.cross_entropy(logits[0, :-1], tokens[0, 1:]) for logits in (model(tokens), theirs(tokens).logits)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+    for loss in losses:
+        loss.backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    names = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    for entry in entries(spec):
+        layer = entry.ours.removesuffix(".weight")
+        if f"{layer}.lora_a" not in ours:
+            continue
+        modules = [f"base_model.model.{name.removesuffix('.weight')}" for name in entry.theirs]
+        a = sum(names.pop(f"{module}.lora_A.default.weight") for module in modules)
+        torch.testing.assert_close(ours[f"{layer}.lora_a"], a, rtol=1e-4, atol=1e-6)
+        for part, there in [("lora_b", "lora_B"), ("lora_magnitude", "lora_magnitude_vector")]:
+            if (gradient := ours.get(f"{layer}.{part}")) is not None:
+                rows = to_theirs(entry, gradient.reshape(len(gradient), -1)).values()
+                for module, mine in zip(modules, rows, strict=True):
+                    other = names.pop(f"{module}.{there}.default.weight")
+                    torch.testing.assert_close(mine.view_as(other), other, rtol=1e-4, atol=1e-6)
+    assert not names
 
 
 def test_dpo_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) -> None:

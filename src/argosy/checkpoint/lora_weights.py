@@ -16,7 +16,7 @@ from argosy.checkpoint.stored import StoredTensors
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.model import LoraSpec, ModelSpec
 from argosy.config.start import stored_description
-from argosy.families.adapter_sizes import is_adapter
+from argosy.families.adapter_sizes import MAGNITUDE, is_adapter
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ def merged_weights(weights: StoredTensors, root: Path) -> Readable:
         return Readable(weights.infos, weights.__getitem__)
 
     def read(name: str) -> Tensor:
-        from argosy.model.adapters import merged
+        from argosy.model.ops.low_rank import merged
 
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_a" not in weights.infos:
             return weights[name]
-        return merged(weights[name], weights[f"{layer}.lora_a"], weights[f"{layer}.lora_b"], lora.scale)
+        a, b = weights[f"{layer}.lora_a"], weights[f"{layer}.lora_b"]
+        return merged(weights[name], a, b, lora.scale, weights[f"{layer}.{MAGNITUDE}"] if lora.dora else None)
 
     return Readable(infos, read)
 

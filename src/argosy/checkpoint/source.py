@@ -33,10 +33,11 @@ from argosy.config.start import (
 )
 from argosy.data.text.tokenizer import LARGEST_TOKENIZER, Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
-from argosy.families.adapter_sizes import is_adapter
+from argosy.families.adapter_sizes import is_adapter, weight_of_magnitude
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.build import initial_value
+from argosy.model.ops.low_rank import row_norms
 from argosy.tasks.task_registry import TASKS, task_of
 from argosy.untrusted import open_regular, read_object, read_regular
 
@@ -256,13 +257,18 @@ def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: in
     """Yield every parameter of a model by name, from a source that fits.
 
     Parameters that the source lacks are initialised as in a new model: what towers have beyond an encoder, and load-balancing biases of
-    experts, which begin at zero, and adapters. New vocabulary rows are the mean of the existing rows. Their logits are then the mean of the existing
+    experts, which begin at zero, and adapters. Magnitudes (DoRA) are the norms of the source's rows. New vocabulary rows are the mean of the existing rows. Their logits are then the mean of the existing
     logits, so that k new rows beside n add at most log(1 + k / n) to the loss. Random rows would have logits near zero, which in a
     trained model may be far above all others.
     """
     for name, parameter in model.named_parameters():
         there = _name_there(source, spec, name)
-        value = initial_value(name, parameter.shape, spec, seed) if there is None else source.read(there)
+        if there is not None:
+            value = source.read(there)
+        elif (weight := weight_of_magnitude(name)) is not None:
+            value = row_norms(source.read(weight))
+        else:
+            value = initial_value(name, parameter.shape, spec, seed)
         if value.shape != parameter.shape:
             rows = value.float().mean(0).expand(parameter.shape).clone()
             rows[: len(value)] = value

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from argosy.config.model import ModelSpec
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
-from argosy.families.adapter_sizes import adapter_parameters
+from argosy.families.adapter_sizes import AdapterCount, adapter_parameters
 from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
 
@@ -59,8 +59,14 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     # A token passes through only one of the towers.
     towers = kind.towers(spec)
     if spec.lora is not None:
-        adapters = _adapters(spec)
-        return ParameterCount(one + adapters, one - idle + adapters, matmul - idle + head + adapters, adapters, one)
+        added = _adapters(spec)
+        return ParameterCount(
+            total=one + added.total,
+            active=one - idle + added.total,
+            matmul=matmul - idle + head + added.matrices,
+            matrices=added.matrices,
+            fixed=one,
+        )
     return ParameterCount(
         total=one * towers,
         active=one - idle,
@@ -70,11 +76,13 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     )
 
 
-def _adapters(spec: ModelSpec) -> int:
+def _adapters(spec: ModelSpec) -> AdapterCount:
     """Count the parameters of all adapters."""
     dense, sparse = adapter_parameters(spec)
     first = spec.layers if spec.moe is None else spec.moe.dense_layers
-    return first * dense + (spec.layers - first) * sparse
+    return AdapterCount(
+        *(first * one + (spec.layers - first) * other for one, other in zip(dense, sparse, strict=True))
+    )
 
 
 def _fixed(spec: ModelSpec) -> int:
@@ -87,7 +95,7 @@ def describe_size(spec: ModelSpec) -> str:
     """Return the model's name and its parameter count, and the active count if it is smaller."""
     count = count_parameters(spec)
     active = f", {count.active:,} active" if count.active < count.total else ""
-    trained = "" if spec.lora is None else f", {count.matrices:,} of them trained"
+    trained = "" if spec.lora is None else f", {count.total - count.fixed:,} of them trained"
     return f"{spec.preset or spec.family}, {count.total:,} parameters{active}{trained}"
 
 
@@ -106,7 +114,7 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
     if kind.has_vocabulary:
         matmul -= (1 - kind.predicted) * (kind.ends(spec).matmul + spec.vocab_size * spec.hidden)
     # The backward pass computes no gradients of frozen weights.
-    frozen = 0.0 if spec.lora is None else matmul - _adapters(spec)
+    frozen = 0.0 if spec.lora is None else matmul - _adapters(spec).matrices
     return 3 * (2 * matmul + attention) - 2 * frozen
 
 

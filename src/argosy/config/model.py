@@ -126,6 +126,12 @@ class LoraSpec(Section):
         description="linear layers of each block that have adapters: qkv (queries, keys and values), out, gate, up, down; default: all",
     )
 
+    dora: bool = Field(
+        False,
+        description="weight-decomposed adapters (DoRA, PEFT's use_dora): also train the norm of every row of an adapted weight, "
+        "and let the adapters change only its direction",
+    )
+
     @property
     def scale(self) -> float:
         return self.alpha / self.rank

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from argosy.config.model import ModelSpec
 
-ADAPTERS = ("lora_a", "lora_b")
+# The norms of an adapted weight's rows (DoRA).
+MAGNITUDE = "lora_magnitude"
+ADAPTERS = ("lora_a", "lora_b", MAGNITUDE)
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter."""
     return name.endswith(tuple(f".{adapter}" for adapter in ADAPTERS))
+
+
+def weight_of_magnitude(name: str) -> str | None:
+    """Return the name of the weight to which a parameter holds the norms of the rows, or None if it holds something else."""
+    layer, _, kind = name.rpartition(".")
+    return f"{layer}.weight" if kind == MAGNITUDE else None
 
 
 def adapted_layers(spec: ModelSpec) -> list[str]:
@@ -19,17 +29,35 @@ def adapted_layers(spec: ModelSpec) -> list[str]:
     return [name for name in _sizes(spec) if spec.lora.targets is None or name in spec.lora.targets]
 
 
-def adapter_parameters(spec: ModelSpec) -> tuple[int, int]:
-    """Return the number of adapter parameters of a block with a dense MLP, and of one with experts, which have none themselves."""
-    if spec.lora is None:
-        return 0, 0
-    sizes, moe = _sizes(spec), spec.moe
-    dense = sum(spec.lora.rank * sum(sizes[name]) for name in adapted_layers(spec))
-    attention = sum(spec.lora.rank * sum(sizes[name]) for name in adapted_layers(spec) if name in ("qkv", "out"))
+class AdapterCount(NamedTuple):
+    """Numbers of adapter parameters: those of the matrices, and the magnitudes of DoRA."""
+
+    matrices: int
+    magnitudes: int
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.magnitudes
+
+
+def adapter_parameters(spec: ModelSpec) -> tuple[AdapterCount, AdapterCount]:
+    """Return the adapter parameters of a block with a dense MLP, and of one with experts, which have none themselves."""
+    dense, moe = _of_layers(spec, adapted_layers(spec)), spec.moe
     if moe is None:
-        return dense, 0
-    shared = spec.model_copy(update={"ffn": moe.ffn * moe.shared_experts, "moe": None})
-    return dense, adapter_parameters(shared)[0] if moe.shared_experts else attention
+        return dense, AdapterCount(0, 0)
+    if moe.shared_experts:
+        shared = spec.model_copy(update={"ffn": moe.ffn * moe.shared_experts, "moe": None})
+        return dense, adapter_parameters(shared)[0]
+    return dense, _of_layers(spec, [name for name in adapted_layers(spec) if name in ("qkv", "out")])
+
+
+def _of_layers(spec: ModelSpec, names: list[str]) -> AdapterCount:
+    """Count the adapter parameters of these linear layers of a block."""
+    if spec.lora is None:
+        return AdapterCount(0, 0)
+    sizes = [_sizes(spec)[name] for name in names]
+    magnitudes = sum(outputs for _, outputs in sizes) if spec.lora.dora else 0
+    return AdapterCount(spec.lora.rank * sum(map(sum, sizes)), magnitudes)
 
 
 def _sizes(spec: ModelSpec) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.config.seeds import derive_seed
-from argosy.families.adapter_sizes import adapted_layers
+from argosy.families.adapter_sizes import adapted_layers, weight_of_magnitude
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER, Architecture, architecture_of
 from argosy.model.decoder import Decoder
 from argosy.model.encoder import MaskedLM
 from argosy.model.encoder_decoder import EncoderDecoder
+from argosy.model.ops.low_rank import row_norms
 from argosy.model.retriever import Retriever
 
 _MODELS: dict[Architecture, Callable[[ModelSpec], nn.Module]] = {
@@ -70,10 +71,16 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
             while waiting and (not drawn or ahead + shapes[waiting[-1]].numel() <= _MOST_AHEAD // ranks):
                 name = waiting.pop()
                 ahead += shapes[name].numel()
-                drawn.append((name, pool.submit(initial_value, name, shapes[name], spec, seed)))
+                drawn.append((name, pool.submit(_first_value, name, shapes, spec, seed)))
             name, value = drawn.popleft()
             yield name, value.result()
             ahead -= shapes[name].numel()
+
+
+def _first_value(name: str, shapes: Mapping[str, torch.Size], spec: ModelSpec, seed: int) -> Tensor:
+    if (weight := weight_of_magnitude(name)) is not None:
+        return row_norms(initial_value(weight, shapes[weight], spec, seed))
+    return initial_value(name, shapes[name], spec, seed)
 
 
 def fill_like_initial(name: str, part: Tensor, spec: ModelSpec) -> None:
@@ -85,12 +92,17 @@ def fill_like_initial(name: str, part: Tensor, spec: ModelSpec) -> None:
         part.zero_()
     elif name.split(".")[-2].endswith("norm"):
         part.fill_(spec.norm_start)
+    elif weight_of_magnitude(name) is not None:
+        part.fill_(1.0)
     else:
         part.normal_(0.0, part.shape[-1] ** -0.5 if architecture_of(spec).fan_in_init else spec.init_std)
 
 
 def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
-    """Return the initial value of a whole parameter in 32-bit floats on the CPU, for any device and layout."""
+    """Return the initial value of a whole parameter in 32-bit floats on the CPU, for any device and layout.
+
+    The magnitudes of DoRA are no draw: they are the norms of a weight's rows.
+    """
     if name.endswith((".bias", ".lora_b")):
         return torch.zeros(shape)
     if name.split(".")[-2].endswith("norm"):

@@ -9,7 +9,7 @@ but its forward pass is the matmul alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import fp8_matmuls
 from argosy.model.ops.heads import project_heads, rotate
+from argosy.model.ops.low_rank import squared_norms
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
@@ -35,9 +36,12 @@ class Linear(nn.Linear):
     """
 
     weight, bias = shardable("weight"), shardable("bias")
-    # Low-rank adapters, where `argosy.model.adapters` adds them, and the factor of their output.
-    lora_a, lora_b = shardable("lora_a"), shardable("lora_b")
+    # Low-rank adapters, where `argosy.model.adapters` adds them, and the factor of their output. With `dora`, also the norms of rows.
+    lora_a, lora_b, lora_magnitude = shardable("lora_a"), shardable("lora_b"), shardable("lora_magnitude")
     lora_scale: float | None = None
+    dora = False
+    # Sums a tensor over the ranks that share the input features. `argosy.parallel` sets it where these are cut.
+    sum_inputs: Callable[[Tensor], Tensor] | None = None
     # Use fp8 matmuls while training. `argosy.parallel` sets it.
     fp8 = False
 
@@ -55,19 +59,35 @@ class Linear(nn.Linear):
 
 def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the outputs of several layers on one input, sharing the work that they have in common."""
-    found = (fp8_matmuls if layers[0].rounds else matmuls)(x, [layer.weight for layer in layers], biases)
+    # DoRA scales a layer's output, to which a bias does not belong yet.
+    early = [None if layer.dora else bias for layer, bias in zip(layers, biases, strict=True)]
+    found = (fp8_matmuls if layers[0].rounds else matmuls)(x, [layer.weight for layer in layers], early)
     if layers[0].lora_scale is None and layers[-1].lora_scale is None:
         return found
-    return tuple(_adapted(y, x, layer) for y, layer in zip(found, layers, strict=True))
+    return tuple(_adapted(y, x, layer, bias) for y, layer, bias in zip(found, layers, biases, strict=True))
 
 
-def _adapted(y: Tensor, x: Tensor, layer: Linear) -> Tensor:
-    """Return y plus the output of the layer's adapters, if it has any."""
+def _adapted(y: Tensor, x: Tensor, layer: Linear, bias: Tensor | None) -> Tensor:
+    """Return y plus the output of the layer's adapters, if it has any. With DoRA, y is without the bias, which is added here."""
     if layer.lora_scale is None:
         return y
     [inner] = matmuls(x, [layer.lora_a], [None])
     [more] = matmuls(inner, [layer.lora_b], [None])
-    return torch.add(y, more, alpha=layer.lora_scale)
+    y = torch.add(y, more, alpha=layer.lora_scale)
+    if not layer.dora:
+        return y
+    y = y * (layer.lora_magnitude / _row_norms(layer))
+    return y if bias is None else y + bias
+
+
+@torch.no_grad()
+def _row_norms(layer: Linear) -> Tensor:
+    """Return the norms of the rows of a layer's weight with its adapters, a constant to the backward pass (DoRA, section 4.3)."""
+    squares = squared_norms(layer.weight, layer.lora_a, layer.lora_b, layer.lora_scale or 0.0)
+    if layer.sum_inputs is not None:
+        squares = layer.sum_inputs(squares)
+    # In the precision of the magnitudes, whose rounding it then shares: their quotient begins at one.
+    return squares.sqrt().to(layer.lora_magnitude.dtype)
 
 
 class Norm(nn.Module):

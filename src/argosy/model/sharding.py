@@ -58,7 +58,8 @@ def column(layer: str) -> Declaration:
 
 def row(layer: str) -> Declaration:
     """Declare a linear layer, and its adapters, whose input features are cut over ranks."""
-    return {f"{layer}.weight": ROW, f"{layer}.lora_a": ROW, f"{layer}.lora_b": INSIDE, f"{layer}.bias": OUTSIDE}
+    inside = dict.fromkeys((f"{layer}.lora_b", f"{layer}.lora_magnitude"), INSIDE)
+    return {f"{layer}.weight": ROW, f"{layer}.lora_a": ROW, f"{layer}.bias": OUTSIDE, **inside}
 
 
 def shardable(name: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.config.counts import layer_keys
-from argosy.families.adapter_sizes import adapted_layers
 from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.kernels import Rates, linear, product
@@ -70,14 +69,11 @@ def layer_passes(
         forward.last = share * ahead
         # Frozen weights have no gradients: a backward pass multiplies once.
         backward.products += share * (ahead if work.frozen else back)
-    for inner, outer in _adapted(work, layout):
-        for width, height in ((inner, model.lora.rank), (model.lora.rank, outer)) if model.lora is not None else ():
-            ahead, back = linear(rates, tokens, width, height)
-            forward.products += ahead
-            backward.products += back
+    _add_adapters(work, layout, rates, tokens, forward, backward)
     forward.attention, backward.attention = _attention(work, layout, stack, known, rates, tokens)
-    forward.elements = tokens * _element_bytes(work, layout) * rates.passes / rates.memory
-    backward.elements = BACKWARD_ELEMENTS * forward.elements
+    elements = tokens * _element_bytes(work, layout) * rates.passes / rates.memory
+    forward.elements += elements
+    backward.elements += BACKWARD_ELEMENTS * elements
     if narrow:
         forward.elements += (
             sum(CAST_BYTES * share * g * rows * inner for rows, inner, _, g, share in linears) / rates.memory
@@ -103,16 +99,21 @@ def _projections(work: Work, layout: Layout, tokens: float) -> list[Linear]:
     return [(tokens, inputs, outputs, 1, 1.0) for inputs, outputs in shapes]
 
 
-def _adapted(work: Work, layout: Layout) -> list[tuple[float, float]]:
-    """Return the inputs and outputs of the adapted layers of a block on one rank."""
-    sizes, tp = work.sizes, layout.tp
-    found = {
-        "qkv": (sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp),
-        "out": (sizes.query / tp, sizes.hidden),
-        **dict.fromkeys(("gate", "up"), (sizes.hidden, sizes.mlp_width / tp)),
-        "down": (sizes.mlp_width / tp, sizes.hidden),
-    }
-    return [found[name] for name in adapted_layers(work.model) if all(found[name])]
+def _add_adapters(work: Work, layout: Layout, rates: Rates, tokens: float, forward: Pass, backward: Pass) -> None:
+    """Add the seconds of a layer's adapters to both passes.
+
+    With DoRA a forward pass computes the norms of rows, for which it reads the frozen weight in 16 bits, and multiplies it with A. Both
+    passes scale the outputs, which the backward pass reads again."""
+    rank = 0 if work.model.lora is None else work.model.lora.rank
+    for inner, outer in work.adapted(layout):
+        for width, height in ((inner, rank), (rank, outer)):
+            ahead, back = linear(rates, tokens, width, height)
+            forward.products += ahead
+            backward.products += back
+        if work.decomposed:
+            forward.products += linear(rates, outer, inner, rank)[0]
+            forward.elements += (2 * inner + 4 * tokens) * outer / rates.memory
+            backward.elements += 6 * tokens * outer / rates.memory
 
 
 def _attention(
@@ -167,7 +168,7 @@ def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
     once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
     if once or (layout.zero == 3 and layout.pp == 1):
         return 0.0
-    return stack.accumulated * (work.adapters(layout) if work.frozen else layer_parameters(work, layout))
+    return stack.accumulated * (sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout))
 
 
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:

@@ -21,7 +21,7 @@ from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED
-from argosy.families.adapter_sizes import adapter_parameters
+from argosy.families.adapter_sizes import adapted_layers, adapter_parameters
 from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
 
@@ -172,11 +172,32 @@ class Work:
         """True if only adapters are trained (LoRA): the weights of the model have neither gradients nor optimiser state."""
         return self.model.lora is not None
 
-    def adapters(self, layout: Layout) -> float:
-        """Return the adapter parameters of an average layer on one rank. One of each pair of matrices is cut by tensor parallelism."""
-        dense, sparse = adapter_parameters(self.model)
-        each = dense + self.sizes.expert_layers * (sparse - dense)
-        return each * (1 + 1 / layout.tp) / 2
+    @property
+    def decomposed(self) -> bool:
+        """True if adapters have magnitudes too (DoRA)."""
+        return self.model.lora is not None and self.model.lora.dora
+
+    def adapters(self, layout: Layout) -> tuple[float, float]:
+        """Return the parameters of adapter matrices, and the magnitudes, of an average layer on one rank.
+
+        Tensor parallelism cuts one matrix of each pair, and the magnitudes of about half of the layers."""
+        share = self.sizes.expert_layers
+        both = zip(*adapter_parameters(self.model), strict=True)
+        matrices, magnitudes = (
+            ((1 - share) * dense + share * sparse) * (1 + 1 / layout.tp) / 2 for dense, sparse in both
+        )
+        return matrices, magnitudes
+
+    def adapted(self, layout: Layout) -> list[tuple[float, float]]:
+        """Return the inputs and outputs of the adapted linear layers of a block on one rank."""
+        sizes, tp = self.sizes, layout.tp
+        found = {
+            "qkv": (sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp),
+            "out": (sizes.query / tp, sizes.hidden),
+            **dict.fromkeys(("gate", "up"), (sizes.hidden, sizes.mlp_width / tp)),
+            "down": (sizes.mlp_width / tp, sizes.hidden),
+        }
+        return [found[name] for name in adapted_layers(self.model) if all(found[name])]
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -65,7 +65,7 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     first, last = layout.ends(stage)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     updated = updated_by(work, layout, layers, dense, experts)
-    trained = (layers * work.adapters(layout), 0.0) if work.frozen else (dense, experts)
+    trained = (layers * sum(work.adapters(layout)), 0.0) if work.frozen else (dense, experts)
     weights, gradients, optimiser = _state(work, layout, stack, *trained, updated)
     if work.frozen:
         weights += _frozen_bytes(work, layout, stack, dense, experts)
@@ -113,7 +113,8 @@ def updated_by(
     All expert parameters are in matrices inside the layers.
     """
     if work.frozen:
-        return [(rule, number, 0.0) for rule, number in work.rule.shares(layers * work.adapters(layout), 0.0)]
+        matrices, magnitudes = (layers * number for number in work.adapters(layout))
+        return [(rule, number, 0.0) for rule, number in work.rule.shares(matrices, magnitudes)]
     matrices = layers * (work.sizes.attention + work.sizes.mlp) / layout.tp
     shares = work.rule.shares(matrices, dense - matrices)
     return [(rule, number, experts if rule is work.rule else 0.0) for rule, number in shares]
@@ -193,7 +194,9 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     if stack.narrow_inputs and work.precision in ("fp8", "fp4"):
         # The input of the MLP's second matmul is kept in 8 bits.
         split -= sizes.mlp_width + sizes.expert_width
-    whole = stream / outer + (split + scores) / layout.tp
+    # DoRA keeps the outputs of adapted layers as they are before they are scaled.
+    unscaled = sum(2 * outputs for _, outputs in work.adapted(layout)) if work.decomposed else 0.0
+    whole = stream / outer + (split + scores) / layout.tp + unscaled
     # With sequence parallelism, the running layer holds the whole sequence before and after a matmul. It also holds the gradients of
     # the MLP's inner tensors, in place of the input of its second matmul.
     running = whole + (6 * sizes.hidden if layout.sp else 0)

@@ -265,7 +265,7 @@ def _once(
     first, last = layout.ends(0)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     shards = group(layout, "shards", cluster)
-    own = layers * work.adapters(layout) if work.frozen else dense + experts
+    own = layers * sum(work.adapters(layout)) if work.frozen else dense + experts
     ranks = shards.size if layout.zero else 1
     of_experts = ranks if ranks == 1 else layout.expert_shards(ranks)
     optimiser = UpdatingRank(work, layout, cluster, links, rates, layers).extra_seconds()

@@ -1,7 +1,7 @@
 """`argosy ckpt export --adapter`: write the adapters of a LoRA run as a directory that PEFT loads beside the base model.
 
 Our query, key and value projections are one layer with one pair of matrices. PEFT has three layers: each gets A, and its rows of B,
-which compute the same. The files are `adapter_config.json` and `adapter_model.safetensors`.
+which compute the same, and its rows' magnitudes with DoRA. The files are `adapter_config.json` and `adapter_model.safetensors`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from argosy.checkpoint.stored import StoredTensors
 from argosy.checkpoint.tensors import TensorInfo, write_stream
 from argosy.config.start import HF, directory_of
 from argosy.errors import ArgosyError
+from argosy.families.adapter_sizes import MAGNITUDE
 from argosy.families.weight_table import Entry, QueryKeyValue, Same
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,14 +53,17 @@ def export_adapter(where: str, to: Path, *, dry_run: bool = False) -> Exported:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "use_dora": lora.dora,
+        "target_modules": sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     notes.append(f"adapters of {', '.join(config['target_modules'])}; the base model is {base or 'not a directory'}")
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    facts = Exported(where, source.step, str(to), "LoRA", parameters, size, "float32", [WEIGHTS], 0, notes)
+    facts = Exported(
+        where, source.step, str(to), "DoRA" if lora.dora else "LoRA", parameters, size, "float32", [WEIGHTS], 0, notes
+    )
     require_space(to, size)
     if not dry_run:
         with staged(to) as stage:
@@ -81,6 +85,9 @@ def _tensors(source: Source, weights: StoredTensors) -> Iterator[tuple[str, Tens
             module = f"base_model.model.{name.removesuffix('.weight')}"
             yield f"{module}.lora_A.weight", a.contiguous()
             yield f"{module}.lora_B.weight", part
+        if (magnitude := f"{layer}.{MAGNITUDE}") in weights.infos:
+            for name, part in to_theirs(entry, weights[magnitude].float()[:, None]).items():
+                yield f"base_model.model.{name.removesuffix('.weight')}.lora_magnitude_vector", part.flatten()
 
 
 def _require_rows(entry: Entry) -> None:

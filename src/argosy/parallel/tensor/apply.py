@@ -24,9 +24,9 @@ from argosy.model.encoder_decoder import EncoderDecoder, Stack
 from argosy.model.layers import AttentionBlock, Embedding, Linear
 from argosy.model.moe import MoE, Report
 from argosy.model.retriever import Tower
-from argosy.model.sharding import Declaration, Dropout, Sharding
+from argosy.model.sharding import ROW, Declaration, Dropout, Sharding
 from argosy.parallel.cutting import cut_parameters
-from argosy.parallel.tensor.region import Region
+from argosy.parallel.tensor.region import Region, summed
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
 
 # The parts of a block with collectives around them.
@@ -50,6 +50,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool)
     for owner, named in cuts.items():
         cut_parameters(owner, named, mesh)
         if isinstance(owner, Linear):
+            if named.get("weight") == ROW.dim:
+                owner.sum_inputs = partial(summed, group=region.group)
             owner.fp8 = owner.fp8 and all(size % FP8_ALIGNMENT == 0 for size in owner.weight.shape)
 
 
