@@ -108,6 +108,24 @@ def alone_or_on_ranks(work: Callable[[World | None], int], nproc: int | None) ->
     return run_as_rank(lambda: work(world), world.rank)
 
 
+def layout_keys(given: str | None, world: World | None) -> list[str]:
+    """Return the keys of `--layout`. Raise ArgosyError if there are any and the process is alone."""
+    if world is None and given is not None:
+        raise ArgosyError(
+            "config.conflict",
+            "a layout is for several ranks, and this is one process",
+            key="--layout",
+            value=given,
+            fix="add --nproc with the number of ranks of the layout",
+        )
+    return split_list(given)
+
+
+def split_list(given: str | None) -> list[str]:
+    """Return the parts of an option's value between commas."""
+    return [part.strip() for part in (given or "").split(",") if part.strip()]
+
+
 def without_option(arguments: list[str], name: str) -> list[str]:
     """Return a command line without one option and its value."""
     kept, skip = [], False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from argosy.cli.arguments import MODEL_HELP, Best, alone_or_on_ranks, at_best
+from argosy.cli.arguments import MODEL_HELP, Best, alone_or_on_ranks, at_best, layout_keys, split_list
 from argosy.errors import ArgosyError
 
 if TYPE_CHECKING:
@@ -81,17 +81,10 @@ def evaluate(
         def score(world: World | None) -> int:
             from argosy.infer.evaluate_tasks import evaluate_tasks, read_icl_tasks
 
-            if world is None and layout is not None:
-                raise ArgosyError(
-                    "config.conflict",
-                    "a layout is for several ranks, and this is one process",
-                    key="--layout",
-                    value=layout,
-                    fix="add --nproc with the number of ranks of the layout",
-                )
+            shared = layout_keys(layout, world)
             found, step = evaluate_tasks(
-                run, _split(tasks), icl=[] if icl_tasks is None else read_icl_tasks(icl_tasks), directory=task_dir,
-                shots=few_shot, limit=limit, batch=batch_size, device=device, layout=_split(layout), world=world,
+                run, split_list(tasks), icl=[] if icl_tasks is None else read_icl_tasks(icl_tasks), directory=task_dir,
+                shots=few_shot, limit=limit, batch=batch_size, device=device, layout=shared, world=world,
             )  # fmt: skip
             if world is None or world.rank == 0:
                 scores = {"run": run, "step": step, "tasks": {name: one.as_dict() for name, one in found.items()}}
@@ -120,10 +113,6 @@ def evaluate(
         print(json.dumps(facts))
     else:
         print(f"{run} step {step}: {result.describe()} over {result.tokens:,} tokens")
-
-
-def _split(given: str | None) -> list[str]:
-    return [part.strip() for part in (given or "").split(",") if part.strip()]
 
 
 def _table(run: str, step: int, found: Mapping[str, TaskScores]) -> str:

@@ -14,8 +14,11 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.infill import fill_masks, write_spans
 from argosy.infer.loading import Loaded, load_model
+from argosy.infer.rank_loading import load_on_ranks
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
+from argosy.parallel.engine import Engine
+from argosy.supervise.world import World
 from argosy.tasks.task import Task
 from argosy.tasks.task_registry import own_task, task_of
 
@@ -27,15 +30,39 @@ def sample(where: str, prompt: str, options: Sampling, device: str | None = None
     return sample_batch(where, [prompt], options, device)[0]
 
 
-def sample_batch(where: str, prompts: Sequence[str], options: Sampling, device: str | None = None) -> list[str]:
-    """Load a model and return its output for each prompt."""
+def sample_batch(
+    where: str,
+    prompts: Sequence[str],
+    options: Sampling,
+    device: str | None = None,
+    *,
+    layout: Sequence[str] = (),
+    world: World | None = None,
+) -> list[str]:
+    """Load a model and return its output for each prompt.
+
+    Args:
+        layout: keys of `parallel` by which the ranks of the world share the model, such as "tp=2". Default: tensor parallelism over all.
+        world: the rank of this process. All ranks return the same. Default: one process.
+    """
     prompts = [_utf8(prompt) for prompt in prompts]
-    loaded = load_model(where, device=device, writes=True)
-    return write_texts(loaded, source_tokenizer(loaded.source), prompts, options)
+    if world is None or world.size == 1:
+        loaded = load_model(where, device=device, writes=True)
+        return write_texts(loaded, source_tokenizer(loaded.source), prompts, options)
+    # Replicas would write the same texts again.
+    keys = ["dp_replicate=1", *(layout or [f"tp={world.size}"])]
+    with load_on_ranks(where, keys, world, device) as (loaded, engine, _):
+        return write_texts(loaded, source_tokenizer(loaded.source), prompts, options, engine=engine)
 
 
-def write_texts(loaded: Loaded, tokenizer: Tokenizer, prompts: Sequence[str], options: Sampling) -> list[str]:
-    """Return a model's output for each prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans."""
+def write_texts(
+    loaded: Loaded, tokenizer: Tokenizer, prompts: Sequence[str], options: Sampling, *, engine: Engine | None = None
+) -> list[str]:
+    """Return a model's output for each prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans.
+
+    Args:
+        engine: the engine of a model that several ranks share.
+    """
     prompts = [_utf8(prompt) for prompt in prompts]
     task = own_task(loaded.source.model) if loaded.spec is None else task_of(loaded.spec)
     if task.writes is None:
@@ -46,13 +73,25 @@ def write_texts(loaded: Loaded, tokenizer: Tokenizer, prompts: Sequence[str], op
             fix="`argosy eval` has its accuracy; sample from a decoder, a BERT or a T5",
         )
     if task.writes == "continuation":
-        return _go_on(loaded, task, tokenizer, prompts, options)
+        return _go_on(loaded, task, tokenizer, prompts, options, engine)
+    if engine is not None:
+        raise ArgosyError(
+            "config.conflict",
+            f"{loaded.source.where} is not a decoder: several ranks share decoders only",
+            key="--nproc",
+            fix="leave --nproc and --layout out",
+        )
     fill = fill_masks if task.writes == "masks" else write_spans
     return [fill(loaded, tokenizer, prompt, options) for prompt in prompts]
 
 
 def _go_on(
-    loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompts: Sequence[str], options: Sampling
+    loaded: Loaded,
+    task: Task[Any],
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    options: Sampling,
+    engine: Engine | None,
 ) -> list[str]:
     """Return each prompt and its continuation. All are written as one batch."""
     eod = loaded.source.eod_id
@@ -71,13 +110,15 @@ def _go_on(
     if longest > limit:
         _log.info("%s", f"of the prompt's {longest:,} tokens the model reads the last {limit:,}")
     texts = CachedTexts(
-        loaded.model,
+        loaded.model if engine is None else engine.logits,
         limit=limit,
         most=longest + options.tokens,
         device=loaded.device,
         beside=lambda row, shown: task.prompt_inputs(len(ids[row]), shown),
+        takes_cache=engine is None or engine.takes_cache,
     )
-    with torch.inference_mode():
+    # FSDP needs the version counters of its parameters, which inference mode has not. `generate` computes no gradients.
+    with torch.inference_mode(engine is None):
         written = generate(texts, ids, options, stop=eod)
     return [tokenizer.decode(own + more) for own, more in zip(prompt_ids, written, strict=True)]
 
