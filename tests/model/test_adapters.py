@@ -15,6 +15,7 @@ from argosy.errors import ArgosyError
 from argosy.families.adapter_sizes import is_adapter
 from argosy.infer.loading import load_model
 from argosy.model.build import build_model, initialise
+from argosy.model.ops.low_rank import merged, row_norms
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
 from argosy.plan.layouts import Layout, Work
@@ -154,3 +155,9 @@ def test_adapters_that_a_model_cannot_have_are_refused(model: str, why: str) -> 
                 "optim.lr=1",
             ],
         )
+
+
+def test_a_row_of_zeros_stays_zero_with_dora() -> None:
+    weight, a, b = torch.ones(2, 3), torch.ones(1, 3), torch.zeros(2, 1)
+    weight[0] = 0
+    assert torch.equal(merged(weight, a, b, 1.0, row_norms(weight)), weight)

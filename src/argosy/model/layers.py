@@ -22,7 +22,7 @@ from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import fp8_matmuls
 from argosy.model.ops.heads import project_heads, rotate
-from argosy.model.ops.low_rank import squared_norms
+from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
@@ -87,7 +87,7 @@ def _row_norms(layer: Linear) -> Tensor:
     if layer.sum_inputs is not None:
         squares = layer.sum_inputs(squares)
     # In the precision of the magnitudes, whose rounding it then shares: their quotient begins at one.
-    return squares.sqrt().to(layer.lora_magnitude.dtype)
+    return nonzero(squares.clamp_min(0).sqrt().to(layer.lora_magnitude.dtype))
 
 
 class Norm(nn.Module):

@@ -13,13 +13,19 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor
     """Return the weight with its adapters, computed in 32 bits, in the weight's dtype."""
     found = weight.float() + scale * (b.float() @ a.float())
     if magnitude is not None:
-        found *= (magnitude.float() / row_norms(found))[:, None]
+        found *= (magnitude.float() / nonzero(row_norms(found)))[:, None]
     return found.to(weight.dtype)
 
 
 def row_norms(weight: Tensor) -> Tensor:
     """Return the norm of every row of a matrix, in 32 bits."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+    return norms
+
+
+def nonzero(norms: Tensor) -> Tensor:
+    """Return the norms as divisors. A row of zeros has a magnitude of zero, and their quotient is zero then."""
+    return norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
 
 def squared_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
