@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from argosy.families.adapter_sizes import is_adapter
 from dist.norms import spread_norm
 from dist.pool import Pool
 from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_compiled, train_steps
@@ -185,6 +186,18 @@ def test_muon_orthogonalises_whole_matrices(pool: Pool, model: str, layout: str)
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=5e-5)
         for name, weight in expected.weights.items():
             np.testing.assert_allclose(trace.weights[name], weight, atol=1e-3, err_msg=name)
+
+
+def test_shards_of_frozen_weights_have_the_training_precision(pool: Pool) -> None:
+    """Adapters beside them have 32-bit master weights."""
+    expected = reference("lora", sized("train.precision=bf16"), steps=1)
+    for trace in run(pool, "lora", "dp_shard=2 train.precision=bf16", steps=1):
+        assert trace.losses == pytest.approx(expected.losses, rel=1e-6)
+        for name, weight in trace.weights.items():
+            if not is_adapter(name):
+                np.testing.assert_array_equal(weight, expected.weights[name], err_msg=name)
+                assert not (weight.view(np.uint32) & 0xFFFF).any()
+        assert (trace.weights["layers.0.attn.qkv.lora_a"].view(np.uint32) & 0xFFFF).any()
 
 
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2", "tp=2", "dp_shard=2 tp=2", "pp=2"])

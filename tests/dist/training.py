@@ -132,7 +132,9 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
         taken = take_step(engine, optimizer, share_of(batch, mesh), step=step, lr=spec.optim.lr)
         losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
         norms.append(float(taken.grad_norm))
-    return Trace(losses, norms, {name: whole(w).numpy(force=True).copy() for name, w in optimizer.weights().items()})
+    return Trace(
+        losses, norms, {name: whole(w).float().numpy(force=True).copy() for name, w in optimizer.weights().items()}
+    )
 
 
 def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:

@@ -109,6 +109,8 @@ def test_the_plan_counts_frozen_weights_and_adapters() -> None:
     )
     # 16-bit weights and nothing else, but for 40 million adapter parameters of 16 bytes.
     assert of_lora.weights == pytest.approx(2 * count_parameters(lora).total / 2**30, rel=0.01)
+    sharded = memory_of(Work(lora, 4096, 8), Layout(dp=8, zero=3), known.stacks["argosy"], known)[0]
+    assert sharded.weights == pytest.approx(of_lora.weights / 8, rel=0.02)
     assert of_lora.optimiser < 0.01 * of_full.optimiser
     assert of_lora.gradients < 0.02 * of_full.gradients
 

@@ -1,7 +1,8 @@
 """Sharded data parallelism (FSDP), by torch's `fully_shard`.
 
 Each rank keeps a shard of every parameter, of its gradient and of the optimiser's state. A block's parameters are all-gathered
-for its forward and backward pass, in the training precision, from 32-bit shards, which are the master weights themselves.
+for its forward and backward pass, in the training precision, from 32-bit shards, which are the master weights themselves. Weights
+frozen beside adapters have no master weights: their shards have the training precision.
 
 Each block is an FSDP unit. The rest (embeddings, head, last norm) is the unit of the whole model, so that tied weights are never
 in two units. The all-gather of the next unit runs beside the pass of this one, and so does the reduce-scatter of the previous one in

@@ -46,7 +46,8 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
 
         stages = cut_stages(spec.model, parallel, spec.data.seq_len)
         keep_stages(model, stages, pp.get_local_rank())
-    apply_precision(model, precision, masters=mesh.has_fsdp)
+    frozen = spec.model.lora is not None
+    apply_precision(model, precision, masters=mesh.has_fsdp, frozen=frozen)
     if tp is not None:
         from argosy.parallel.tensor.apply import apply_tensor_parallel
 
@@ -67,7 +68,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         from argosy.parallel.fsdp import apply_fsdp
 
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
-    materialise(model, mesh.device, weights, frozen=spec.model.lora is not None)
+    materialise(model, mesh.device, weights, frozen=frozen)
     dropout = DropoutSeeds(model, seed)
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import make_pipeline

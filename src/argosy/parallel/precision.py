@@ -19,6 +19,7 @@ from torch import nn
 from argosy import compat
 from argosy.config.checks import FP8_ALIGNMENT
 from argosy.errors import ArgosyError
+from argosy.families.adapter_sizes import is_adapter
 from argosy.model.layers import Linear, Norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -100,13 +101,15 @@ def _slowdown(precision: str) -> float:
     return best(DTYPES[precision]) / best(torch.float32)
 
 
-def apply_precision(model: nn.Module, precision: str, *, masters: bool = False) -> None:
+def apply_precision(model: nn.Module, precision: str, *, masters: bool = False, frozen: bool = False) -> None:
     """Cast the parameters to the training precision.
 
-    With `masters` they stay as they are, as master weights: FSDP casts them when it all-gathers them for a forward pass.
-    Parameters that are not trained by gradients, such as the router biases of experts, always keep their precision."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and not masters:
+    With `masters` they stay as they are, as master weights: FSDP casts them when it all-gathers them for a forward pass. With `frozen`
+    only adapters are trained, and the base, which needs no master weights, is cast in any case.
+    Parameters that have an update rule of their own, such as the router biases of experts, always keep their precision."""
+    for name, parameter in model.named_parameters():
+        stays = masters and (not frozen or is_adapter(name))
+        if parameter.requires_grad and not stays:
             parameter.data = parameter.data.to(DTYPES[precision])
     if precision == "fp8":
         apply_fp8(model)

@@ -147,11 +147,10 @@ def _state(
 
 
 def _frozen_bytes(work: Work, layout: Layout, stack: Stack, dense: float, experts: float) -> float:
-    """Return the bytes of weights that are not trained. Where a parameter is its own master weight, they have 32 bits too."""
-    wide = work.precision == "fp32" or (stack.sharded_masters and layout.zero >= 3)
+    """Return the bytes of weights that are not trained, which need no master weights."""
     shards = layout.shards if layout.zero >= 3 else 1
     over = 1 if shards == 1 else layout.expert_shards(shards)
-    return (WIDE if wide else stack.weight) * (dense / shards + experts / over)
+    return (WIDE if work.precision == "fp32" else stack.weight) * (dense / shards + experts / over)
 
 
 def _largest_matrix(work: Work, layout: Layout) -> float:
