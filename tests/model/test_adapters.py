@@ -19,7 +19,7 @@ from argosy.model.ops.low_rank import merged, row_norms
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
 from argosy.plan.layouts import Layout, Work
-from argosy.plan.memory import memory_of
+from argosy.plan.memory import layer_activations, memory_of
 from argosy.plan.time import step_time
 from argosy.train.run import TrainOptions, train
 from tiny import TINY_MODEL
@@ -113,6 +113,12 @@ def test_the_plan_counts_frozen_weights_and_adapters() -> None:
     assert sharded.weights == pytest.approx(of_lora.weights / 8, rel=0.02)
     assert of_lora.optimiser < 0.01 * of_full.optimiser
     assert of_lora.gradients < 0.02 * of_full.gradients
+    # Selective recompute keeps the products of adapters beside those of the layers.
+    kept_of_full, kept = (
+        layer_activations(Work(model, 4096, 8), Layout(recompute="selective"), known.stacks["argosy"])[0]
+        for model in (full, lora)
+    )
+    assert kept - kept_of_full == 2 * (5 * full.hidden + 2 * full.ffn)
 
 
 def test_the_plan_counts_magnitudes_norms_and_unscaled_outputs() -> None:

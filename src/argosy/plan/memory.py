@@ -208,7 +208,9 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
         return whole - scores / layout.tp, running
     products = projections + (inner - 2) * (sizes.mlp_width + sizes.expert_width)
     share = 0.5 if stack.selective == "half" else 1.0
-    return 2 * sizes.hidden / outer + share * (products / layout.tp + 4 * sizes.hidden / outer), running
+    kept = 2 * sizes.hidden / outer + share * (products / layout.tp + 4 * sizes.hidden / outer)
+    # The products of adapters are matmuls too.
+    return kept + share * sum(2 * outputs for _, outputs in work.adapted(layout)), running
 
 
 def _activations(
