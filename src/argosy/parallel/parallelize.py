@@ -36,7 +36,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         weights: values to fill the parameters with. Without them memory stays uninitialised: a trainer fills it through the
             optimiser, which holds the 32-bit master weights, from a checkpoint or with initial values.
     """
-    parallel, seed, z_loss = spec.parallel, spec.train.seed, spec.train.z_loss
+    parallel, seed, z_loss, frozen = spec.parallel, spec.train.seed, spec.train.z_loss, spec.model.lora is not None
     pp, tp, ep, cp = (mesh.along(axis) for axis in ("pp", "tp", "ep", "cp"))
     precision = precision or choose_precision(spec.train.precision, mesh.device)
 
@@ -46,7 +46,6 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
 
         stages = cut_stages(spec.model, parallel, spec.data.seq_len)
         keep_stages(model, stages, pp.get_local_rank())
-    frozen = spec.model.lora is not None
     apply_precision(model, precision, masters=mesh.has_fsdp, frozen=frozen)
     if tp is not None:
         from argosy.parallel.tensor.apply import apply_tensor_parallel
