@@ -116,7 +116,7 @@ def test_a_machine_that_comes_after_the_end_says_so_and_touches_nothing(
         assert share(1) == share(0) == made
     assert f"{out} is finished: nothing is left to do" in caplog.text
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    for options in ({"shuffle_seed": 1}, {"append_eod": False}, {"machine": 0, "machines": 1}):
+    for options in ({"shuffle_seed": 1}, {"append_eod": False}, {"machines": 1}):
         with pytest.raises(ArgosyError, match="already holds a prepared corpus"):
             share(0, **options)
     share(0, overwrite=True, shuffle_seed=1)
