@@ -141,9 +141,7 @@ class CurateJob:
         JobParts(tuple(listed), tuple(facts.documents for facts in listed.values())).write(work.parts)
         for phase, tasks in zip((Phase.CANDIDATES, Phase.CONFIRM), searches(work.parts, steps), strict=True):
             self._search(phase, tasks)
-        self._queue(Phase.DECIDE, {0: found}).divide(
-            lambda _: write_arrays(found, vars(decide(work.parts, steps))),
-        )
+        self._queue(Phase.DECIDE, {0: found}).divide(lambda _: write_arrays(found, vars(decide(work.parts, steps))))
 
     def write_shards(self) -> None:
         """Write all shards without duplicates, with the other machines."""
