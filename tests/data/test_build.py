@@ -14,10 +14,13 @@ from loopback_hub import Hub
 from argosy.config.resolve import resolve
 from argosy.data.build_corpora import Share, build, share_of
 from argosy.data.corpus.corpus_manifest import read_manifest
+from argosy.data.curate import curate_report
+from argosy.data.curate.curate_work import REPORT_FILE
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
+from argosy.files import replace_file
 from argosy.launch.place import place
 
 
@@ -78,6 +81,26 @@ def test_a_corpus_is_curated_by_several_workers_as_by_one(
     )
     assert shared == one
     assert len(one) == 6
+
+
+def test_a_curation_that_was_killed_before_its_report_gets_it_from_the_next_build(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = resolve(recipe(prepare={"inputs": [str(tmp_path / "text.jsonl")], "curate": ["exact_duplicates"]})).spec
+
+    def die(path: Path, content: bytes, **options: Any) -> None:
+        if path.name == REPORT_FILE:
+            raise KeyboardInterrupt
+        replace_file(path, content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curate_report, "replace_file", die)
+        with pytest.raises(KeyboardInterrupt):
+            list(build(spec, Share()))
+    assert (tmp_path / "corpus" / "manifest.json").exists()
+    list(build(spec, Share()))
+    assert (tmp_path / "corpus" / REPORT_FILE).exists()
+    assert not (tmp_path / "corpus" / ".parts").exists()
 
 
 @pytest.mark.parametrize(

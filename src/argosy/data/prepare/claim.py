@@ -111,8 +111,7 @@ class OutputClaim:
                 f"{work.output} already holds a prepared corpus",
                 key="--output",
                 value=str(work.output),
-                fix="nothing is left to do if the other tasks of this job have finished it; else choose another directory, or pass "
-                "--overwrite to replace it",
+                fix="choose another directory, or pass --overwrite to replace it",
             )
         else:
             refusal = work.plan.difference(plan.read_bytes(), work.output)
