@@ -14,10 +14,14 @@ from loopback_hub import Hub
 from argosy.config.resolve import resolve
 from argosy.data.build_corpora import Share, build, share_of
 from argosy.data.corpus.corpus_manifest import read_manifest
+from argosy.data.curate import curate_report
+from argosy.data.curate.curate_work import REPORT_FILE
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
+from argosy.files import replace_file
+from argosy.launch.place import place
 
 
 @pytest.fixture
@@ -50,6 +54,66 @@ def test_several_workers_make_the_corpus_that_one_makes(recipe: Callable[..., Pa
     alone = resolve(recipe(path=str(tmp_path / "alone"))).spec
     list(build(alone, Share()))
     assert shared == {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("shard-*")}
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_corpus_is_curated_by_several_workers_as_by_one(
+    recipe: Callable[..., Path], tmp_path: Path, from_file: bool
+) -> None:
+    steps: Any = [{"length": {"min_characters": 20}}, "exact_duplicates"]
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(yaml.safe_dump({"inputs": ["other"], "output": "other", "steps": steps}))
+    inputs = tmp_path / "text.jsonl"
+    made = {"inputs": [str(inputs)], "shards": 3, "curate": str(pipeline) if from_file else steps}
+    spec = resolve(recipe(prepare=made)).spec
+    with inputs.open("a") as file:
+        file.write('{"text": "document 49 says 2401"}\n')
+    for index in (1, 0):
+        said = list(build(spec, Share(index, 2), "prepare"))
+    # Documents 10 to 49 have 20 characters or more, and one is there twice.
+    assert read_manifest(tmp_path / "corpus").documents == 40
+    assert said == [f"{tmp_path / 'corpus'}: already exists"]
+    alone = resolve(recipe(path=str(tmp_path / "alone"), prepare=made)).spec
+    assert "exact_duplicates" in next(build(alone, Share()))
+    shared, one = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.suffix in (".bin", ".idx")}
+        for name in ("corpus", "alone")
+    )
+    assert shared == one
+    assert len(one) == 6
+
+
+def test_a_curation_that_was_killed_before_its_report_gets_it_from_the_next_build(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = resolve(recipe(prepare={"inputs": [str(tmp_path / "text.jsonl")], "curate": ["exact_duplicates"]})).spec
+
+    def die(path: Path, content: bytes, **options: Any) -> None:
+        if path.name == REPORT_FILE:
+            raise KeyboardInterrupt
+        replace_file(path, content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curate_report, "replace_file", die)
+        with pytest.raises(KeyboardInterrupt):
+            list(build(spec, Share()))
+    assert (tmp_path / "corpus" / "manifest.json").exists()
+    list(build(spec, Share()))
+    assert (tmp_path / "corpus" / REPORT_FILE).exists()
+    assert not (tmp_path / "corpus" / ".parts").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({"shuffle": 1}, "leave shuffle out"), ({"as_text": True}, "leave as_text out"), ({}, "did you mean length?")],
+)
+def test_a_wrong_curation_is_refused_before_anything_is_launched(
+    recipe: Callable[..., Path], keys: dict[str, Any], message: str
+) -> None:
+    path = recipe(prepare={"inputs": ["x"], "curate": ["lenght"], **keys})
+    with pytest.raises(ArgosyError) as refused:
+        place(path, ["cluster={target: slurm, gpus: 0, ranks: 1, nodes: 1}"])
+    assert message in refused.value.fix
 
 
 def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from argosy.data.curate import curate_work, duplicate_search
 from argosy.data.curate.curate_job import curate
 from argosy.data.curate.curate_report import CurationReport
 from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.curated_part import CuratedPartMaker
 from argosy.data.curate.curated_shards import WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
 from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
+from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.readers import all_texts
@@ -155,19 +158,32 @@ def test_the_output_is_an_input_of_prepare_with_the_fields_that_were_named(
     assert set(json.loads(first.splitlines()[0])) == {"text", "url"}
 
 
-def test_workers_machines_and_order_do_not_change_the_bytes(
+def test_workers_and_the_number_of_machines_do_not_change_the_bytes(
     reference: tuple[CurationReport, dict[str, bytes]], raw: Path, tmp_path: Path
 ) -> None:
     _, expected = reference
+    # A machine that is alone does the work of the others too.
+    alone = write(tmp_path / "alone" / "p.yaml", raw, shards=3, fields=["url"])
+    assert run(alone, machine=1, machines=2)[1] == expected
+    pool = write(tmp_path / "pool" / "p.yaml", raw, shards=3, fields=["url"])
+    assert run(pool, workers=2)[1] == expected
+
+
+def test_without_locks_machines_do_their_own_shards_and_run_again(
+    reference: tuple[CurationReport, dict[str, bytes]],
+    raw: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     path = write(tmp_path / "p.yaml", raw, shards=3, fields=["url"])
     # The second machine makes its parts first and ends; the first finds all parts made and goes on.
     assert run(path, machine=1, machines=2)[0] is None
     assert run(path, machine=0, machines=2)[0] is None
-    report, content = run(path, machine=1, machines=2)
-    assert report is not None
-    assert content == expected
-    again = write(tmp_path / "pool" / "p.yaml", raw, shards=3, fields=["url"])
-    assert run(again, workers=2)[1] == expected
+    assert run(path, machine=1, machines=2)[1] == reference[1]
 
 
 def test_a_nested_field_is_found_as_a_nested_key_is(tmp_path: Path) -> None:
@@ -180,17 +196,36 @@ def test_a_nested_field_is_found_as_a_nested_key_is(tmp_path: Path) -> None:
     assert lines_of(content) == [{"text": "text de", "meta.lang": "de"}] * 2
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from argosy.data.curate import curate_work, duplicate_search
-from argosy.data.curate.curate_job import curate
-from argosy.data.curate.curate_work import CurateSharing
-from argosy.data.curate.pipeline_spec import read_pipeline
-curate_work.block_size = lambda files: 1 << 15
-duplicate_search.CANDIDATES = 200
-curate(read_pipeline(Path(sys.argv[1])), CurateSharing(workers=1))
-"""
+# Children of this process, which has loaded what a task needs.
+FORK = multiprocessing.get_context("fork")
+STOPS: dict[str, tuple[type, str]] = {
+    "part": (CuratedPartMaker, "_write"),
+    "search": (duplicate_search.FindCandidates, "run"),
+}
+
+
+def _task(path: Path, machine: int, machines: int, stops_at: str | None) -> None:
+    if stops_at is not None:
+        setattr(*STOPS[stops_at], lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    assert curate(read_pipeline(path), CurateSharing(1, machine, machines)) is not None
+
+
+def start(path: Path, machine: int = 0, machines: int = 1, stops_at: str | None = None) -> Any:
+    """Start a task. `stops_at` names work at which it stops, holding what it has taken."""
+    process = FORK.Process(target=_task, args=(path, machine, machines, stops_at))
+    process.start()
+    return process
+
+
+def wait_to_stop(process: Any) -> None:
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert process.is_alive()
+
+
+def kill(process: Any) -> None:
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_killed_job_goes_on_to_the_same_bytes(
@@ -200,13 +235,58 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     parts = tmp_path / "out" / ".parts"
     # Killed with some parts made, and again during the search.
     for sign in ("00000-000002.json", "pairs-*"):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)])
-        while process.poll() is None and not list(parts.glob(sign)):
+        process = start(path)
+        while process.is_alive() and not list(parts.glob(sign)):
             time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(process)
         assert not (tmp_path / "out" / "curation.json").exists()
     assert run(path)[1] == reference[1]
+
+
+def test_what_killed_tasks_had_taken_is_done_by_others_and_late_tasks_change_nothing(
+    reference: tuple[CurationReport, dict[str, bytes]], raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "p.yaml", raw, shards=3, fields=["url"])
+    first = start(path, 0, 3, stops_at="part")
+    wait_to_stop(first)
+    second = start(path, 1, 3, stops_at="search")
+    lists = tmp_path / "out" / ".parts"
+    while len(list(lists.glob("parts-*"))) < 2:
+        assert second.is_alive()
+        time.sleep(0.01)
+    assert not (lists / "parts-00000").exists()
+    kill(first)
+    wait_to_stop(second)
+    assert (lists / "parts-00000").exists()
+    waited, wait = [], PieceQueue.wait
+
+    def wait_for_the_killed(queue: PieceQueue, missing: list[int]) -> None:
+        waited.append(len(missing))
+        kill(second)
+        wait(queue, missing)
+
+    monkeypatch.setattr(PieceQueue, "wait", wait_for_the_killed)
+    report, content = run(path, machine=2, machines=3)
+    # All but the piece of the stopped task was done when this one had to wait.
+    assert waited == [1]
+    assert content == reference[1]
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+    for machine in (0, 2):
+        assert run(path, machine=machine, machines=3) == (report, content)
+    assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+def test_tasks_that_run_together_make_the_bytes_of_one(raw: Path, tmp_path: Path, tokenizer: str | None) -> None:
+    path = write(tmp_path / "p.yaml", raw, shards=4, tokenizer=tokenizer)
+    # The last is the same task, started twice.
+    others = [start(path, machine, 3) for machine in (1, 2, 2)]
+    _, content = run(path, machine=0, machines=3)
+    for process in others:
+        process.join()
+    assert [process.exitcode for process in others] == [0, 0, 0]
+    assert content == run(write(tmp_path / "alone" / "p.yaml", raw, shards=4, tokenizer=tokenizer))[1]
+    assert not (tmp_path / "out" / ".parts").exists()
 
 
 def test_with_a_tokenizer_the_output_is_a_corpus_of_the_same_documents(
@@ -224,7 +304,9 @@ def test_with_a_tokenizer_the_output_is_a_corpus_of_the_same_documents(
 
 def test_a_pipeline_that_changed_is_refused_and_so_is_a_finished_output(raw: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "p.yaml", raw, shards=3)
-    run(path, machine=0, machines=2)
+    unfinished = start(path, 0, 2, stops_at="part")
+    wait_to_stop(unfinished)
+    kill(unfinished)
     changed = write(tmp_path / "p.yaml", raw, shards=3, fields=["n"])
     with pytest.raises(ArgosyError, match="other options"):
         run(changed, machine=0, machines=2)
@@ -338,20 +420,14 @@ def test_an_output_without_documents_is_refused(tmp_path: Path, content: str, me
         run(path)
 
 
-HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2, 1, 0); print(flush=True); sys.stdin.read()"
-
-
 def test_overwrite_refuses_while_another_process_works(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "one"}')
     keys: dict[str, Any] = {"inputs": [str(tmp_path / "in.jsonl")], "steps": [], "shards": 2}
-    run(write(tmp_path / "p.yaml", tmp_path, **keys), machine=0, machines=2)
+    holder = start(write(tmp_path / "p.yaml", tmp_path, **keys), stops_at="part")
+    wait_to_stop(holder)
     other = write(tmp_path / "p.yaml", tmp_path, **keys | {"examples": 1})
-    locks = tmp_path / "out" / ".parts" / "locks"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(locks)], stdin=-1, stdout=-1) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with pytest.raises(ArgosyError, match="another process is making"):
-            run(other, overwrite=True)
-        assert locks.exists()
-        holder.communicate()
+    with pytest.raises(ArgosyError, match="another process is making"):
+        run(other, overwrite=True)
+    assert (tmp_path / "out" / ".parts" / "locks").exists()
+    kill(holder)
     assert run(other, overwrite=True)[0] is not None

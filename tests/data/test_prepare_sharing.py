@@ -65,7 +65,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != work.PLAN_FILE}
 
 
 def make(inputs: list[str], output: Path, **options: object) -> dict[str, bytes]:
@@ -94,6 +94,34 @@ def test_machines_do_not_change_the_bytes_and_the_last_one_writes_the_manifest(
         done = prepare(inputs, ByteTokenizer(), shared, options)
         assert (done is not None) == (machine == 0)
     assert content(shared) == alone
+
+
+def test_a_machine_that_comes_after_the_end_says_so_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="argosy")
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(40)))
+    out = tmp_path / "out"
+
+    def share(machine: int, **options: object) -> object:
+        chosen = PrepareOptions(**{"workers": 2, "shards": 2, "machine": machine, "machines": 2} | options)  # type: ignore[arg-type]
+        return prepare([str(tmp_path / "x.jsonl")], ByteTokenizer(), out, chosen)
+
+    share(0)
+    made = share(1)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    # Nor does it start workers.
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing.PrepareJob, "make_shards", None)
+        assert share(1) == share(0) == made
+    assert f"{out} is finished: nothing is left to do" in caplog.text
+    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    for options in ({"shuffle_seed": 1}, {"append_eod": False}, {"machines": 1}):
+        with pytest.raises(ArgosyError, match="already holds a prepared corpus"):
+            share(0, **options)
+    share(0, overwrite=True, shuffle_seed=1)
+    with pytest.raises(ArgosyError, match="with other options"):
+        share(0)
 
 
 def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str], tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from argosy.data.prepare.ray_workers import RayWorkers, Started
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from ports import free_port
 
+CLIENT_PORT = free_port()
 # A node that is gone is noticed within a second.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
 
@@ -34,9 +36,10 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "hea
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(work, "block_size", lambda files: 1 << 15)
     monkeypatch.setattr(curate_work, "block_size", lambda files: 1 << 15)
-    made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
-    )
+    # Neither make a token in the home directory, nor use one that is there.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK, "ray_client_server_port": CLIENT_PORT}
+    made = Cluster(initialize_head=True, head_node_args=head)
     yield made
     made.shutdown()
 
@@ -58,7 +61,9 @@ def test_a_lost_node_changes_nothing(
     monkeypatch.chdir(tmp_path)
     options = PrepareOptions(workers=1, shards=2)
     prepare(["in.jsonl"], ByteTokenizer(), Path("one"), options)
-    prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=cluster.address))
+    # The address of Ray Client here, and that of the cluster below.
+    client = f"ray://127.0.0.1:{CLIENT_PORT}"
+    prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=client))
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
     waited, lost = RayWorkers._wait, []
@@ -101,3 +106,19 @@ def test_a_node_with_other_software_is_refused_by_name(started: Started, message
     with pytest.raises(ArgosyError, match=message) as refusal:
         workers._started(None, started)
     assert "install" in str(refusal.value.fix)
+
+
+def test_a_cluster_that_does_not_answer_as_its_address_says_is_refused_with_both_forms() -> None:
+    class Ray:
+        @staticmethod
+        def init(**_: Any) -> None:
+            raise ConnectionError("ray client connection timeout")
+
+    workers = object.__new__(RayWorkers)
+    workers._ray, workers._address = Ray, "ray://head:6379"
+    with pytest.raises(ArgosyError, match="ray://head:6379: ray client connection timeout") as refusal:
+        workers._connect(None)
+    # A ConnectionError is an OSError, which would read as a failure to write the output.
+    assert refusal.value.code == "launch.environment"
+    assert "ray://HEAD:10001" in refusal.value.fix
+    assert "HEAD:6379 without ray://" in refusal.value.fix

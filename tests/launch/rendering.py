@@ -30,6 +30,8 @@ def cases() -> list[tuple[str, Path, str | None, tuple[str, ...]]]:
         if target == "local":
             more = ("cluster.nodes=1", "parallel.dp_replicate=1")
         found.append((f"eks-llama2-7b.{target}", GPU_EXAMPLE, target, more))
+    curated = ("data.train.0.prepare.curate=[gopher_quality, {near_duplicates: {threshold: 0.9}}]",)
+    found.append(("eks-llama2-7b.indexed-job-curated", GPU_EXAMPLE, "indexed-job", curated))
     timed = ("log.every=60s", "eval=off")  # the planner's constants change, and with them how long a silence may be
     sagemaker = (*HYPERPOD, "cluster.operator=sagemaker", "cluster.spares=1", *timed)
     found.append(("eks-llama2-7b.hyperpod-sagemaker", GPU_EXAMPLE, "hyperpod", sagemaker))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rendering import GPU_EXAMPLE, ROOT
 
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.launch.place import place
 from argosy.launch.render import render, write
 from argosy.record.jsonl import read_metrics
@@ -116,14 +117,18 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     slurm: Path, write_spec: Callable[..., Path], argosy: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {n} says {n * n}"}}\n' for n in range(200)))
-    source = {"path": str(tmp_path / "made"), "prepare": {"inputs": [str(tmp_path / "text.jsonl")], "shards": 2}}
+    recipe = {"inputs": [str(tmp_path / "text.jsonl")], "shards": 2}
+    sources = [
+        {"path": str(tmp_path / "made"), "prepare": recipe},
+        {"path": str(tmp_path / "clean"), "prepare": recipe | {"curate": ["exact_duplicates"]}},
+    ]
     cluster = {
         "target": "slurm", "gpus": 0, "ranks": 2, "nodes": 1, "cpus": 1, "preflight": False,
         "data": {"count": 2, "cpus": 1, "memory": "512Mi"},
     }  # fmt: skip
     spec = write_spec(
         cluster=cluster,
-        data={"tokenizer": "bytes", "train": [source], "seq_len": 32, "split": [90, 10, 0]},
+        data={"tokenizer": "bytes", "train": sources, "seq_len": 32, "split": [90, 10, 0]},
         train={"global_batch": 8, "steps": 100_000},
         parallel={"dp_replicate": 2, "micro_batch": 4},
         eval=False,
@@ -135,6 +140,9 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     output = lambda: "\n".join(p.read_text() for p in tmp_path.rglob("*.out")) + _ask("scontrol", "show", "job", job)  # noqa: E731
     wait_for(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 400, output, every_s=0.3)
+    # The stage before was an array of two tasks.
+    assert read_manifest(tmp_path / "clean").documents == read_manifest(tmp_path / "made").documents == 200
+    assert (tmp_path / "clean" / "curation.json").exists()
     assert "train" in argosy("status", spec).stdout
     subprocess.run(["scancel", "--signal=TERM", "--batch", job], check=True)  # what Slurm does when time runs out
     wait_for(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 120, output, every_s=0.3)

@@ -22,7 +22,7 @@ def build(
 ) -> None:
     """Make the missing corpora of a run spec.
 
-    A corpus with a recipe (data.train.N.prepare) is fetched and prepared unless it exists.
+    A corpus with a recipe (data.train.N.prepare) is fetched, curated if the recipe has steps, and prepared unless it exists.
 
     It can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array divide the work by their index; `argosy
     launch` starts them.

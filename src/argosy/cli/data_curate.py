@@ -39,6 +39,9 @@ def curate(
 
     The output is JSON lines for `argosy data prepare`, or with a tokenizer a corpus to train on. curation.json counts what each step
     removed, with examples. If it is killed, run it again to resume.
+
+    Machines that share the output directory divide the work while they run, for instance the tasks of a Slurm array: each does its shards,
+    then what no other has taken, and stays until the output is finished.
     """
     import json
     import os
@@ -63,7 +66,7 @@ def curate(
     report = run(chosen, sharing)
     if report is None:
         print(
-            f"{chosen.spec.output}: machine {shard_index} of {shard_count} has done what it can; run the same command again when the others have ended"
+            f"{chosen.spec.output}: machine {shard_index} of {shard_count} has done its share; the file system has no locks, so run the same command again when the others have ended"
         )
     else:
         print(json.dumps(asdict(report), indent=2) if as_json else report.table())

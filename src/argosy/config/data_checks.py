@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.config.origins import Origins
-from argosy.config.schema import RunSpec
+from argosy.config.schema import PrepareSpec, RunSpec
 from argosy.errors import ArgosyError
 from argosy.tasks.task_registry import SECTIONS, task_of
 
@@ -150,6 +150,7 @@ def _check_recipes(spec: RunSpec) -> None:
                 key=f"{key}.{idle[0]}",
                 fix="give fetch, or leave it out",
             )
+        _check_curation(spec, recipe, key)
         if "://" in source.path and not source.path.startswith("file://"):
             raise ArgosyError(
                 "config.conflict",
@@ -157,3 +158,23 @@ def _check_recipes(spec: RunSpec) -> None:
                 key=f"{place}.path",
                 fix="make it on a mounted volume; file:///PATH with a cache streams it from there",
             )
+
+
+def _check_curation(spec: RunSpec, recipe: PrepareSpec, key: str) -> None:
+    if recipe.curate is None:
+        return
+    if task_of(spec).records != "texts":
+        raise ArgosyError(
+            "config.conflict",
+            f"curation judges texts, and the records of this task are {task_of(spec).records}",
+            key=f"{key}.curate",
+            fix="leave curate out",
+        )
+    idle = [name for name in ("shuffle", "as_text") if getattr(recipe, name) not in (None, False)]
+    if idle:
+        raise ArgosyError(
+            "config.conflict",
+            f"a corpus that is curated cannot have {idle[0]}",
+            key=f"{key}.{idle[0]}",
+            fix=f"leave {idle[0]} out, or curate to JSON lines with `argosy data curate` and name those in inputs",
+        )

@@ -51,7 +51,14 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-_PLAIN_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true|false", "Duration": "duration"}
+_PLAIN_TYPES = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true|false",
+    "Duration": "duration",
+    "Any": "anything",
+}
 
 
 def _type(annotation: Any) -> str:

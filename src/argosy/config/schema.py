@@ -6,7 +6,7 @@ descriptions.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -51,6 +51,10 @@ class PrepareSpec(Section):
     key: str | None = Field(None, description="the JSON key or column that holds the text; default: the data set's own")
     shards: Positive = Field(1, description=".bin/.idx pairs to write; workers divide the work by shards")
     shuffle: Whole | None = Field(None, description="shuffle the documents of each shard with this seed")
+    curate: list[Any] | str | None = Field(
+        None,
+        description="curate the texts first: steps as in a pipeline file of `argosy data curate`, or the path of one",
+    )
     chat_template: str | None = Field(
         None, description="for conversations: a Jinja file in place of the tokenizer's own chat template"
     )

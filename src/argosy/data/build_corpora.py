@@ -1,4 +1,4 @@
-"""`argosy data build`: fetch and prepare the corpora of a run spec that do not exist yet.
+"""`argosy data build`: fetch, curate and prepare the corpora of a run spec that do not exist yet.
 
 A corpus directory with a manifest is finished, and nothing else marks work as done. So the command is idempotent. It can be
 run by one process or by several that divide the work by worker index (pods of an Indexed Job, tasks of a Slurm array).
@@ -13,6 +13,9 @@ from pathlib import Path
 from argosy.config.schema import DataSource, PrepareSpec, RunSpec
 from argosy.data.chat.chat_template import ChatFormat, format_for
 from argosy.data.corpus.corpus_manifest import FILE_NAME, read_manifest
+from argosy.data.curate.curate_job import curate
+from argosy.data.curate.curate_recipe import is_unfinished, pipeline_of
+from argosy.data.curate.curate_work import CurateSharing
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.prepare_report import describe
 from argosy.data.prepare.work import PrepareOptions
@@ -84,14 +87,16 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
     )
     for source, recipe in recipes:
         corpus = local_path(source.path)
-        if (corpus / FILE_NAME).exists():
+        if (corpus / FILE_NAME).exists() and not (recipe.curate is not None and is_unfinished(corpus)):
             if tokenizer is not None:
                 _require_same_tokenizer(corpus, tokenizer)
             yield f"{corpus}: already exists"
             continue
         if recipe.fetch is not None and only != "prepare":
             yield _fetch(recipe, source, share)
-        if tokenizer is not None:
+        if tokenizer is not None and recipe.curate is not None:
+            yield _curate(spec, recipe, source, corpus, share)
+        elif tokenizer is not None:
             chat = format_for(task_of(spec), _tokenizer_of(spec), recipe.chat_template)
             yield _prepare(recipe, source, corpus, tokenizer, chat, share)
 
@@ -110,9 +115,8 @@ def _fetch(recipe: PrepareSpec, source: DataSource, share: Share) -> str:
 def _prepare(
     recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: Tokenizer, chat: ChatFormat | None, share: Share
 ) -> str:
-    key = recipe.key or ("text" if recipe.fetch is None else text_key([recipe.fetch]))
     options = PrepareOptions(
-        keys=(key,),
+        keys=(_key(recipe) or "text",),
         as_text=recipe.as_text,
         shards=recipe.shards,
         shuffle_seed=recipe.shuffle,
@@ -120,11 +124,33 @@ def _prepare(
         machine=share.index,
         machines=share.count,
     )
-    inputs = recipe.inputs or [raw_directory(source, recipe)]
-    made = prepare(inputs, tokenizer, corpus, options)
+    made = prepare(_inputs(recipe, source), tokenizer, corpus, options)
     if made is None:
         return f"{corpus}: the shards of worker {share.index} of {share.count} are done; the last worker to finish writes the manifest"
     return "\n".join(describe(manifest, directory) for directory, manifest in made.items())
+
+
+def _curate(spec: RunSpec, recipe: PrepareSpec, source: DataSource, corpus: Path, share: Share) -> str:
+    pipeline = pipeline_of(
+        recipe,
+        inputs=_inputs(recipe, source),
+        output=str(corpus),
+        key=_key(recipe),
+        tokenizer=_tokenizer_of(spec),
+    )
+    report = curate(pipeline, CurateSharing(machine=share.index, machines=share.count))
+    if report is None:
+        return f"{corpus}: worker {share.index} of {share.count} has done its share; the file system has no locks, so build it again when the others have ended"
+    return report.table()
+
+
+def _inputs(recipe: PrepareSpec, source: DataSource) -> list[str]:
+    return recipe.inputs or [raw_directory(source, recipe)]
+
+
+def _key(recipe: PrepareSpec) -> str | None:
+    """Return the key of the text, if the recipe or its data set says it."""
+    return recipe.key or (None if recipe.fetch is None else text_key([recipe.fetch]))
 
 
 def _tokenizer_of(spec: RunSpec) -> str:

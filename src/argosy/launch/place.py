@@ -51,6 +51,7 @@ def place(
     gpus = _gpus(cluster, instance, chosen_target)
     ranks = cluster.ranks or gpus or 1
     source = path.read_text(encoding="utf-8")
+    _check_curations(resolved)
     refuse_secrets(source, overrides, resolved.spec, stays_here=chosen_target.on_this_machine)
     if chosen_target.makes_pods:
         require_tokens(resolved.spec)
@@ -105,6 +106,14 @@ def _cluster_of(resolved: Resolved) -> ClusterSpec:
             fix="add cluster: {target: jobset, instance: p4d.24xlarge, nodes: 2, storage: CLAIM, image: …}, or pass --target local",
         )
     return resolved.spec.cluster
+
+
+def _check_curations(resolved: Resolved) -> None:
+    """Refuse wrong steps of a curation. They are loaded only if a corpus has some, because rendering needs no numpy otherwise."""
+    if any(source.prepare is not None and source.prepare.curate for source in resolved.spec.data.sources.values()):
+        from argosy.data.curate.curate_recipe import check_curations
+
+        check_curations(resolved.spec)
 
 
 def _check_nodes(resolved: Resolved, cluster: ClusterSpec, target: Target) -> None:

@@ -6,76 +6,104 @@
     DIR/curation.json            written last: what each step removed, with examples
 
 Blocks of the inputs become parts (`curated_part`), in any process. When all parts exist, duplicates are searched among all of them
-(`duplicate_search`), and the shards are written without them. Every stage leaves files behind, so a killed job resumes, and each machine
-does what it can: the parts of its shards, the search if it is the last with its parts, and its shards once the search is done.
-The bytes do not depend on the number of processes, machines or restarts.
+(`duplicate_search`), and the shards are written without them. Every phase leaves files behind, so a killed job resumes. Machines that
+share the output directory divide each phase while they run (`argosy.data.prepare.piece_queue`): what a killed one had taken is done by
+another, and one that comes late finds less to do, or nothing. The bytes do not depend on the number of processes, machines or restarts.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from enum import IntEnum
+from pathlib import Path
 
 import orjson
 
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.curate.array_file import read_arrays, write_arrays
 from argosy.data.curate.curate_report import CurationReport, finish_curation
-from argosy.data.curate.curate_work import CurateSharing, CurateWork, list_path, part_facts, part_name, shard_path
+from argosy.data.curate.curate_work import (
+    REPORT_FILE,
+    CurateSharing,
+    CurateWork,
+    list_path,
+    part_facts,
+    part_name,
+    shard_path,
+)
 from argosy.data.curate.curated_part import CuratedFacts
 from argosy.data.curate.curated_shards import ShardWriter, kept_paths
-from argosy.data.curate.duplicate_search import Duplicates, JobParts, decide, forget_parts, searches
+from argosy.data.curate.duplicate_search import Duplicates, JobParts, SearchTask, decide, forget_parts, searches
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
-from argosy.data.prepare.locks import locked
 from argosy.data.prepare.part_runner import PartRunner
-from argosy.data.prepare.parts import PartName, cannot_write
+from argosy.data.prepare.parts import PartName, cannot_write, clear_unfinished
+from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.workers import Task
 from argosy.data.text.inputs import require_no_texts
 from argosy.files import replace_file
 
-_log = logging.getLogger(__name__)
-
 
 def curate(pipeline: Pipeline, sharing: CurateSharing) -> CurationReport | None:
-    """Do this machine's part of a curation.
+    """Curate, together with the other machines that run the same pipeline, and stay until the output is finished.
 
     Returns:
-        The report of the whole job, or None if the shards of other machines are missing. Then the same command has to be run
-        once more when the others have ended.
+        The report of the whole job. None on a file system without locks if the work of other machines is missing. Then the same
+        command has to be run once more when the others have ended.
     """
     job = CurateJob(CurateWork(pipeline, sharing))
+    # A late machine starts no workers.
+    if job.is_finished():
+        return CurationReport.read(job.work.output)
     try:
         with job.runner:
-            if not job.claim():
-                return CurationReport.read(job.work.output)
-            job.make_parts()
-            if not job.has_all_parts():
-                return None
-            job.find_duplicates()
-            job.write_shards()
-            return finish_curation(job.work)
+            if job.claim():
+                job.make_parts()
+                if not job.has_all(list_path):
+                    return None
+                job.find_duplicates()
+                job.write_shards()
+                if not job.has_all(shard_path):
+                    return None
+                job.finish()
     except OSError as error:
-        raise cannot_write(job.work.output, error) from None
+        # Another process may have finished the job just now, and removed its parts.
+        if not job.work.is_result():
+            raise cannot_write(job.work.output, error) from None
     finally:
         job.release()
+    return CurationReport.read(job.work.output)
+
+
+class Phase(IntEnum):
+    """The phases of a job, each of which needs all pieces of those before it."""
+
+    PARTS = 0
+    CANDIDATES = 1
+    CONFIRM = 2
+    DECIDE = 3
+    SHARDS = 4
+    FINISH = 5
 
 
 class CurateJob:
-    """The work of this machine."""
+    """The work of this machine: its own shards first, then what no other machine has taken."""
 
     def __init__(self, work: CurateWork) -> None:
         self.work = work
         self.runner = PartRunner(work)
-        self._claim = OutputClaim(work)
+        self._claim = OutputClaim(work, range(0))
         # group -> a block known to be past its end
         self._ends: dict[int, int] = {}
 
+    def is_finished(self) -> bool:
+        """Return True if the output is the finished result of this pipeline."""
+        return self._claim.is_finished()
+
     def claim(self) -> bool:
-        """Lock the output directory. Return False if the job is finished."""
+        """Claim the output directory. Return False if the job is finished."""
         work = self.work
         if not work.is_done() and not work.parts.exists():
             require_no_texts(work.output, ours="")
@@ -91,47 +119,87 @@ class CurateJob:
         self._claim.release()
 
     def make_parts(self) -> None:
-        """Make the parts of this machine's shards, and list them for the others."""
-        missing = [shard for shard in self.work.own_shards if not list_path(self.work, shard).exists()]
-        found: dict[int, dict[PartName, CuratedFacts]] = {shard: {} for shard in missing}
+        """Make the parts of all shards, with the other machines."""
         with ProgressBar("curate", self.runner.input_bytes, "B") as progress:
-            for name, facts in self.runner.run(self._tasks(set(missing))) if missing else ():
-                if facts.past_end:
-                    self._ends[name.group] = min(name.block, self._ends.get(name.group, name.block))
-                else:
-                    found[self.work.shard_of(name)][name] = facts
-                progress.advance(facts.input_bytes)
+            self._shards(Phase.PARTS, list_path).divide(
+                lambda shards: self._make_parts(shards, progress), own=self.work.own_shards
+            )
+
+    def has_all(self, path: Callable[[CurateWork, int], Path]) -> bool:
+        """Return True if the file of every shard exists, or the job is finished."""
+        work = self.work
+        return all(path(work, shard).exists() for shard in range(work.shards)) or work.is_reported()
+
+    def find_duplicates(self) -> None:
+        """Search for duplicates among the parts of all machines, with the other machines."""
+        work, steps = self.work, self.work.part_options.comparing
+        forget_parts()
+        found = work.parts / "duplicates"
+        if found.exists():
+            return
+        listed = part_facts(work)
+        JobParts(tuple(listed), tuple(facts.documents for facts in listed.values())).write(work.parts)
+        for phase, tasks in zip((Phase.CANDIDATES, Phase.CONFIRM), searches(work.parts, steps), strict=True):
+            self._search(phase, tasks)
+        self._queue(Phase.DECIDE, {0: found}).divide(lambda _: write_arrays(found, vars(decide(work.parts, steps))))
+
+    def write_shards(self) -> None:
+        """Write all shards without duplicates, with the other machines."""
+        self._shards(Phase.SHARDS, shard_path).divide(self._write_shards, own=self.work.own_shards)
+
+    def finish(self) -> None:
+        """Write the report, and remove the parts."""
+        self._queue(Phase.FINISH, {0: self.work.output / REPORT_FILE}).divide(lambda _: finish_curation(self.work))
+
+    def _queue(self, phase: Phase, paths: Mapping[int, Path]) -> PieceQueue:
+        return PieceQueue(
+            self._claim.locks, phase, f"pieces of phase {phase.name.lower()}", paths, self.work.is_reported
+        )
+
+    def _shards(self, phase: Phase, path: Callable[[CurateWork, int], Path]) -> PieceQueue:
+        """Return the shards. On a file system without locks they are those of this machine alone."""
+        shards = range(self.work.shards) if self._claim.locks.are_kept else self.work.own_shards
+        return self._queue(phase, {shard: path(self.work, shard) for shard in shards})
+
+    def _make_parts(self, shards: list[int], progress: ProgressBar) -> None:
+        """Make the parts of these shards, and list them for the other machines."""
+        clear_unfinished(self.work.parts, lambda part: self.work.shard_of(part) in shards)
+        found: dict[int, dict[PartName, CuratedFacts]] = {shard: {} for shard in shards}
+        for name, facts in self.runner.run(self._tasks(set(shards))):
+            if facts.past_end:
+                self._ends[name.group] = min(name.block, self._ends.get(name.group, name.block))
+            else:
+                found[self.work.shard_of(name)][name] = facts
+            progress.advance(facts.input_bytes)
         for shard, facts_of in found.items():
             listed = [asdict(facts_of[name]) | {"name": str(name)} for name in sorted(facts_of)]
             replace_file(list_path(self.work, shard), orjson.dumps(listed), sync=True)
 
-    def has_all_parts(self) -> bool:
-        """Return True if every machine has made its parts."""
-        return all(list_path(self.work, shard).exists() for shard in range(self.work.shards))
+    def _search(self, phase: Phase, tasks: Sequence[SearchTask]) -> None:
+        """Do all tasks, with the other machines. Each machine begins at another place, and takes the next task when a worker is free."""
+        numbers = {task: number for number, task in enumerate(tasks)}
+        queue = self._queue(phase, {number: task.path for task, number in numbers.items()})
+        with ProgressBar("compare", len(tasks), " tasks") as progress:
+            while missing := queue.missing():
+                first = len(missing) * self.work.options.machine // self.work.options.machines
+                taken = queue.take([*missing[first:], *missing[:first]])
+                done = 0
+                for task, _ in self.runner.run((tasks[number], None) for number in taken):
+                    queue.release(numbers[task])
+                    progress.advance(1)
+                    done += 1
+                if not done:
+                    queue.wait(missing)
 
-    def find_duplicates(self) -> None:
-        """Search for duplicates among the parts of all machines, unless another process has done so."""
-        work, steps = self.work, self.work.part_options.comparing
-        forget_parts()
-        with locked(work.parts / "search-lock", wait=True):
-            if (work.parts / "duplicates").exists():
-                return
-            listed = part_facts(work)
-            JobParts(tuple(listed), tuple(facts.documents for facts in listed.values())).write(work.parts)
-            for tasks in searches(work.parts, steps):
-                self._run("compare", tasks)
-            write_arrays(work.parts / "duplicates", vars(decide(work.parts, steps)))
-
-    def write_shards(self) -> None:
-        """Write this machine's shards without duplicates."""
+    def _write_shards(self, shards: list[int]) -> None:
         work = self.work
-        names = list(part_facts(work))
-        missing = [shard for shard in work.own_shards if not shard_path(work, shard).exists()]
         duplicates = Duplicates(**read_arrays(work.parts / "duplicates"))
-        own = [name for name in names if work.shard_of(part_name(name)) in missing]
+        own = [name for name in part_facts(work) if work.shard_of(part_name(name)) in shards]
         if not work.makes_tokens:
-            self._run("write", kept_paths(work, own))
-        for shard in missing:
+            with ProgressBar("write", len(own), " parts") as progress:
+                for _ in self.runner.run((task, None) for task in kept_paths(work, own)):
+                    progress.advance(1)
+        for shard in shards:
             writer = ShardWriter(work, shard, duplicates)
             try:
                 for name in own:
@@ -152,12 +220,6 @@ class CurateJob:
                     break
                 if self.work.shard_of(name) in shards:
                     yield name, files
-
-    def _run(self, label: str, tasks: Iterable[Any]) -> None:
-        listed = list(tasks)
-        with ProgressBar(label, len(listed), " tasks") as progress:
-            for _ in self.runner.run((task, None) for task in listed):
-                progress.advance(1)
 
 
 def preview_of(pipeline: Pipeline, sharing: CurateSharing) -> str:

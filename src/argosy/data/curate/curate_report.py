@@ -66,25 +66,18 @@ class CurationReport:
         return name, f"{count:,}", share, f"{changed:,}" if changed else "", reasons
 
 
-def finish_curation(work: CurateWork) -> CurationReport | None:
-    """Write and return the report, and the manifest of a tokenised corpus. Return None if shards of other machines are missing."""
-    paths = [shard_path(work, shard) for shard in range(work.shards)]
-    try:
-        shards = [orjson.loads(path.read_bytes()) for path in paths]
-        parts = part_facts(work)
-        duplicates = Duplicates(**read_arrays(work.parts / "duplicates"))
-        report = _report(work, parts, duplicates, shards)
-        quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
-    except FileNotFoundError:
-        # A shard is missing, or another machine that finished at the same time has removed the parts.
-        return CurationReport.read(work.output) if work.is_done() else None
+def finish_curation(work: CurateWork) -> None:
+    """Write the report, and the manifest of a tokenised corpus. All shards exist by then."""
+    shards = [orjson.loads(shard_path(work, shard).read_bytes()) for shard in range(work.shards)]
+    parts = part_facts(work)
+    report = _report(work, parts, Duplicates(**read_arrays(work.parts / "duplicates")), shards)
+    quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
     replace_file(work.output / QUARANTINE_FILE, quarantine, sync=True)
     _check(work, report)
     if work.tokenizer is not None:
         write_manifest(work.output, _manifest(work, shards, report))
     replace_file(work.output / REPORT_FILE, orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n", sync=True)
     shutil.rmtree(work.parts, ignore_errors=True)
-    return report
 
 
 def _report(

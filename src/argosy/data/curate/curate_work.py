@@ -108,7 +108,11 @@ class CurateWork:
     def is_done(self) -> bool:
         """Return True if the output is finished, or is a corpus that another command made. The report is written last."""
         is_corpus = (self.output / FILE_NAME).exists() and not (self.parts / "plan").exists()
-        return is_corpus or (self.output / REPORT_FILE).exists()
+        return is_corpus or self.is_reported()
+
+    def is_reported(self) -> bool:
+        """Return True if the report is there."""
+        return (self.output / REPORT_FILE).exists()
 
     def is_result(self) -> bool:
         """Return True if the output is the finished result of the same plan."""

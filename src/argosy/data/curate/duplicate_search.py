@@ -193,7 +193,10 @@ def _read_pairs(path: Path) -> Hashes:
     return np.memmap(path, "<u8", "r") if path.stat().st_size else np.zeros(0, np.uint64)
 
 
-def searches(directory: Path, steps: list[ComparingStep]) -> Iterator[list[FindCandidates | ConfirmPairs]]:
+SearchTask = FindCandidates | ConfirmPairs
+
+
+def searches(directory: Path, steps: list[ComparingStep]) -> Iterator[list[SearchTask]]:
     """Yield two lists of work, the second of which needs the results of the first."""
     count = int(job_parts(directory).firsts[-1])
     if steps and count >= MOST_DOCUMENTS:

@@ -57,7 +57,11 @@ def read_pipeline(path: Path, **overrides: Any) -> Pipeline:
     content, _ = read_yaml(path)
     if not isinstance(content, dict):
         raise ArgosyError("config.bad-value", f"{path} is not a mapping of keys", fix=f"inputs, output, {_EXAMPLE}")
-    content |= {key: value for key, value in overrides.items() if value is not None}
+    return make_pipeline(content | {key: value for key, value in overrides.items() if value is not None})
+
+
+def make_pipeline(content: dict[str, Any]) -> Pipeline:
+    """Check the content of a pipeline file, and build its steps."""
     try:
         spec = PipelineSpec.model_validate(content)
     except ValidationError as error:

@@ -1,18 +1,17 @@
 """Claim an output directory for a job: a new one, or one with an unfinished attempt of the same job.
 
 The plan of the job is stored with its parts, so a second attempt resumes where the first stopped and a different job is refused.
-A process holds the locks of its shards while it works.
+A process holds locks while it works.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Protocol
 
-from argosy.data.prepare.locks import is_current, lock_shards, locked
+from argosy.data.prepare.locks import PieceLocks, locked
 from argosy.data.prepare.parts import PartName, clear_unfinished
 from argosy.data.prepare.work_plan import Plan
 from argosy.errors import ArgosyError
@@ -26,10 +25,6 @@ class ClaimedWork(Protocol):
 
     output: Path
     parts: Path
-
-    @property
-    def own_shards(self) -> range:
-        """The shards that this machine makes."""
 
     @property
     def plan(self) -> Plan:
@@ -53,18 +48,38 @@ class ClaimedWork(Protocol):
 
 
 class OutputClaim:
-    """The claim of one process on the output of a job."""
+    """The claim of one process on the output of a job.
 
-    def __init__(self, work: ClaimedWork) -> None:
-        self.work = work
-        self._locks: int | None = None
+    Args:
+        work: The job.
+        held: The shards that this process locks for as long as it works.
+    """
+
+    def __init__(self, work: ClaimedWork, held: range) -> None:
+        self.work, self.held = work, held
+        self._locks: PieceLocks | None = None
+
+    @property
+    def locks(self) -> PieceLocks:
+        """The locks of this process."""
+        if self._locks is None:
+            raise RuntimeError("the output is not claimed")
+        return self._locks
+
+    def is_finished(self) -> bool:
+        """Return True if this process came after others had finished the whole job, and may not overwrite it."""
+        work = self.work
+        if work.overwrite or not work.is_result():
+            return False
+        _log.info("%s is finished: nothing is left to do", work.output)
+        # A kill just before the end of the job leaves the parts.
+        shutil.rmtree(work.parts, ignore_errors=True)
+        return True
 
     def take(self) -> bool:
-        """Lock this machine's shards. Return False if other processes have finished the whole job."""
+        """Lock the shards to hold. Return False if other processes have finished the whole job."""
         work, plan = self.work, self.work.parts / "plan"
-        if work.is_result() and not work.overwrite:
-            # A kill between the report and the end of the job leaves the parts.
-            shutil.rmtree(work.parts, ignore_errors=True)
+        if self.is_finished():
             return False
         if work.is_done() or plan.exists():
             self._resume_or_clear(plan)
@@ -72,18 +87,19 @@ class OutputClaim:
         # Another machine may have started just now; its plan must be the same.
         if not create_file(plan, work.plan.content()):
             self._resume_or_clear(plan)
-        self._locks = lock_shards(work.parts / "locks", work.own_shards, _log.info)
+        self._locks = PieceLocks(work.parts / "locks")
+        self._locks.take_all(self.held, _log.info)
         # The process that held the locks may have finished and removed the parts.
-        if not is_current(self._locks, work.parts / "locks"):
+        if not self._locks.is_current():
             self.release()
             return False if work.is_done() else self.take()
-        clear_unfinished(work.parts, lambda part: work.shard_of(part) in work.own_shards)
+        clear_unfinished(work.parts, lambda part: work.shard_of(part) in self.held)
         return True
 
     def release(self) -> None:
         """Release the locks."""
         if self._locks is not None:
-            os.close(self._locks)
+            self._locks.close()
             self._locks = None
 
     def _resume_or_clear(self, plan: Path) -> None:
@@ -95,8 +111,7 @@ class OutputClaim:
                 f"{work.output} already holds a prepared corpus",
                 key="--output",
                 value=str(work.output),
-                fix="nothing is left to do if the other tasks of this job have finished it; else choose another directory, or pass "
-                "--overwrite to replace it",
+                fix="choose another directory, or pass --overwrite to replace it",
             )
         else:
             refusal = work.plan.difference(plan.read_bytes(), work.output)

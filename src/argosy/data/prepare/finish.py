@@ -24,7 +24,7 @@ from argosy.data.corpus.corpus_manifest import (
 )
 from argosy.data.prepare.join import shard_facts_path, shard_name
 from argosy.data.prepare.parts import PartFacts
-from argosy.data.prepare.work import QUARANTINE_FILE, Work
+from argosy.data.prepare.work import PLAN_FILE, QUARANTINE_FILE, Work
 from argosy.data.text.inputs import InputFile
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
@@ -38,13 +38,15 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
         quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
     except FileNotFoundError:
         # A shard is missing, or another machine that finished at the same time has removed the parts.
-        return {corpus: read_manifest(corpus) for corpus in work.corpora} if work.is_done() else None
+        return read_manifests(work) if work.is_done() else None
     named = {part.pop("name"): part for document in documents for part in document["parts"]}
     facts = [PartFacts(**named[name]) for name in sorted(named)]
     quarantined: Counter[str] = sum((Counter(f.quarantined) for f in facts), Counter())
     for corpus in work.corpora:
         replace_file(corpus / QUARANTINE_FILE, quarantine)
     _check_bad(work, sum(f.documents for f in facts), quarantined)
+    if work.options.machines > 1:
+        replace_file(work.output / PLAN_FILE, work.plan.digest().encode())
     manifests = {}
     for key, corpus in enumerate(work.corpora):
         manifests[corpus] = Manifest(
@@ -64,6 +66,11 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
         write_manifest(corpus, manifests[corpus])
     shutil.rmtree(work.parts, ignore_errors=True)
     return manifests
+
+
+def read_manifests(work: Work) -> dict[Path, Manifest]:
+    """Return the manifest of each corpus of a finished job."""
+    return {corpus: read_manifest(corpus) for corpus in work.corpora}
 
 
 def _chat_facts(format: ChatFormat) -> ChatFacts:

@@ -5,6 +5,7 @@
     DIR/tokenizer.json           the tokenizer
     DIR/quarantine.jsonl         records that could not be used, with file and offset
     DIR/manifest.json            written last: counts, hashes, fingerprint
+    DIR/.plan                    if several machines made it: the hash of their plan, by which one that comes late knows its job
 
 With several keys, each key has such a directory DIR/KEY, and document n of every key comes from the same record. Inputs are
 split into blocks, each block becomes a part (`argosy.data.prepare.parts`), and the parts of a shard are joined. The shard of a
@@ -27,7 +28,7 @@ from argosy.console.progress_bar import ProgressBar
 from argosy.data.chat.chat_template import TEMPLATE_FILE
 from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.prepare.claim import OutputClaim
-from argosy.data.prepare.finish import finish
+from argosy.data.prepare.finish import finish, read_manifests
 from argosy.data.prepare.join import Joiner, shard_facts_path
 from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName, cannot_write, read_facts
@@ -67,6 +68,9 @@ def prepare_files(
 ) -> dict[Path, Manifest] | None:
     """Prepare listed files, which may still be arriving. The corpus is the same as that of `prepare`."""
     job = PrepareJob(Work(files, tokenizer, output, options), arrivals)
+    # A late machine starts neither workers nor downloads.
+    if job.is_finished():
+        return read_manifests(job.work)
     try:
         if arrivals is not None:
             job.claim()
@@ -108,7 +112,7 @@ class PrepareJob:
         self.made: set[int] = set()
         # group -> number of unfinished tasks
         self.pending: Counter[int] = Counter()
-        self._claim = OutputClaim(work)
+        self._claim = OutputClaim(work, work.own_shards)
         self._done_elsewhere = False
 
     def claim(self) -> None:
@@ -124,6 +128,10 @@ class PrepareJob:
             replace_file(corpus / name, content)
             if work.options.chat is not None:
                 replace_file(corpus / TEMPLATE_FILE, work.options.chat.template.encode())
+
+    def is_finished(self) -> bool:
+        """Return True if the other machines have finished the corpus."""
+        return self._claim.is_finished()
 
     def release(self) -> None:
         """Release the locks."""

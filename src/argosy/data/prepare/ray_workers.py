@@ -110,6 +110,7 @@ class RayWorkers:
         self._ray: Any = require("ray", "ray", "`--on ray`")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._is_ours = not self._ray.is_initialized()
+        self._address = address
         if self._is_ours:
             self._connect(None if address == "ray" else address)
         self.engine: str | None = None if spec is None else spec.engine
@@ -158,7 +159,8 @@ class RayWorkers:
     def close(self) -> None:
         """Stop the workers, and the connection if this object made it."""
         actors = [*self._idle, *self._starting.values(), *(actor for actor, _ in self._busy.values())]
-        for actor in actors:
+        # Ray would start a cluster to answer a client that lost its own.
+        for actor in actors if self._ray.is_initialized() else ():
             self._ray.kill(actor)
         self._starting, self._busy, self._idle, self._nodes = {}, {}, [], {}
         if self._is_ours:
@@ -167,7 +169,11 @@ class RayWorkers:
     def _connect(self, address: str | None) -> None:
         if address is not None:
             _require_answer(address)
-        self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        # Ray raises both: RuntimeError also if the versions of Ray or Python differ.
+        except (ConnectionError, RuntimeError) as error:
+            raise _no_cluster(self._address, error) from None
 
     def _add_workers(self) -> None:
         """Start a worker for each CPU that has none."""
@@ -182,7 +188,7 @@ class RayWorkers:
             # The cluster has no CPU now; a node may join.
             time.sleep(_LOOK_S)
             return
-        done, _ = self._ray.wait([*self._starting, *self._busy], num_returns=1, timeout=_LOOK_S)
+        done = self._ended()
         for reference in done:
             starts = reference in self._starting
             actor, task = (self._starting.pop(reference), None) if starts else self._busy.pop(reference)
@@ -199,6 +205,21 @@ class RayWorkers:
             self._idle.append(actor)
             if task is not None:
                 yield task, (answer,)
+
+    def _ended(self) -> list[Any]:
+        """Return the references of workers that started or ended a task, after a short wait if there is none."""
+        try:
+            done, _ = self._ray.wait([*self._starting, *self._busy], num_returns=1, timeout=_LOOK_S)
+        except ConnectionError as error:
+            # Only a client is told. A driver that loses its cluster is ended by Ray.
+            raise ArgosyError(
+                "launch.environment",
+                f"the connection to the Ray cluster at {self._address} was lost: {error}",
+                key="--on",
+                value=self._address,
+                fix="run the same command again: finished parts are kept",
+            ) from None
+        return list(done)
 
     def _started(self, actor: Any, started: Started) -> None:
         if started.version != __version__:
@@ -247,10 +268,15 @@ def _require_answer(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
-        raise ArgosyError(
-            "launch.environment",
-            f"no Ray cluster answers at {address}: {error}",
-            key="--on",
-            value=address,
-            fix="`ray status` on the head node shows its address; `--on ray` takes the cluster of this machine, or starts one",
-        ) from None
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> ArgosyError:
+    return ArgosyError(
+        "launch.environment",
+        f"no Ray cluster answers at {address}: {error}",
+        key="--on",
+        value=address,
+        fix="ray://HEAD:10001 is the port of Ray Client, and HEAD:6379 without ray:// that of the cluster, which `ray status` shows on the "
+        "head node; RAY_AUTH_MODE=token if the cluster asks for a token; `--on ray` takes the cluster of this machine, or starts one",
+    )

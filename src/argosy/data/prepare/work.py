@@ -26,6 +26,8 @@ from argosy.errors import ArgosyError
 
 QUARANTINE_FILE = "quarantine.jsonl"
 PARTS = ".parts"
+# The hash of the plan of a finished job of several machines. The bytes of the corpus do not depend on it.
+PLAN_FILE = ".plan"
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Work:
 
     def clear(self) -> None:
         """Remove the corpus of another job."""
+        (self.output / PLAN_FILE).unlink(missing_ok=True)
         for directory in {self.output, *self.corpora}:
             # Without a manifest the directory is not a corpus until the new manifest is written.
             (directory / FILE_NAME).unlink(missing_ok=True)
@@ -149,8 +152,13 @@ class Work:
         return any((directory / FILE_NAME).exists() for directory in (self.output, self.corpora[-1]))
 
     def is_result(self) -> bool:
-        """Return False: a manifest does not tell the plan."""
-        return False
+        """Return True if several machines, of which this is one, have finished the corpus by the same plan."""
+        if self.options.machines == 1 or not self.is_done():
+            return False
+        try:
+            return (self.output / PLAN_FILE).read_text() == self.plan.digest()
+        except FileNotFoundError:
+            return False
 
 
 def corpora_of(output: Path, keys: Sequence[str]) -> list[Path]:
