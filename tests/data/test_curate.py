@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +37,7 @@ from argosy.data.text.inputs import find_inputs
 from argosy.data.text.readers import all_texts
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from forking import Popen
 
 SECRET = "what is the capital of the small country that lies between the two seas of the north"
 
@@ -200,7 +200,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     parts = tmp_path / "out" / ".parts"
     # Killed with some parts made, and again during the search.
     for sign in ("00000-000002.json", "pairs-*"):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)])
+        process = Popen([sys.executable, "-c", KILLED, str(path)])
         while process.poll() is None and not list(parts.glob(sign)):
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
@@ -347,7 +347,7 @@ def test_overwrite_refuses_while_another_process_works(tmp_path: Path) -> None:
     run(write(tmp_path / "p.yaml", tmp_path, **keys), machine=0, machines=2)
     other = write(tmp_path / "p.yaml", tmp_path, **keys | {"examples": 1})
     locks = tmp_path / "out" / ".parts" / "locks"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(locks)], stdin=-1, stdout=-1) as holder:
+    with Popen([sys.executable, "-c", HOLDER, str(locks)], stdin=-1, stdout=-1) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(ArgosyError, match="another process is making"):

@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+import forking
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.prepare import job as preparing
@@ -32,6 +33,7 @@ from argosy.data.text import engines
 from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
+from forking import Popen
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +216,14 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
     script, rng = root / "script.py", random.Random(0)
     script.write_text(COMMAND)
     command = [sys.executable, str(script)]
+    # The first command waits for the fork server to start.
+    forking.run(["--version"])
     started = time.monotonic()
-    subprocess.run([*command, str(root / "undisturbed"), *inputs], check=True)
+    assert Popen([*command, str(root / "undisturbed"), *inputs]).wait() == 0
     usual, expected, done = time.monotonic() - started, content(root / "undisturbed"), 0
     while kills:
         output = root / f"killed-{done}"
-        process = subprocess.Popen([*command, str(output), *inputs], start_new_session=True)
+        process = Popen([*command, str(output), *inputs], start_new_session=True)
         time.sleep(rng.uniform(0.1, usual))
         kills -= process.poll() is None
         assert not process.returncode, "it fails by itself"
@@ -227,7 +231,7 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if not kills and not (output / "manifest.json").exists():
-            subprocess.run([*command, str(output), *inputs], check=True)
+            assert Popen([*command, str(output), *inputs]).wait() == 0
         if (output / "manifest.json").exists():
             # A kill may leave it behind a finished corpus.
             shutil.rmtree(output / ".parts", ignore_errors=True)
@@ -271,7 +275,7 @@ def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
 
     def meanwhile(work: Work) -> object:
         if not second:
-            second.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            second.append(Popen(command, stderr=subprocess.PIPE, text=True))
             assert second[0].stderr is not None
             assert "waiting for it to end" in second[0].stderr.readline()
         return finish(work)
