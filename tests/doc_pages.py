@@ -125,11 +125,8 @@ def environment(directory: Path, forked: Path, overrides: str = "", hidden: str 
     if hidden:
         (directory / "sitecustomize.py").write_text(f"import sys\nsys.modules[{hidden!r}] = None\n")
     path = directory / "argosy"
-    # A sweep keeps the length that the page gives it, of a small model.
-    small = " ".join(key for key in overrides.split() if key.startswith("model."))
     path.write_text(
-        f'#!/bin/sh\ncase "$1" in train) exec {forked} "$@" {overrides} ;; sweep) exec {forked} "$@" {small} ;; esac\n'
-        f'exec {forked} "$@"\n'
+        f'#!/bin/sh\ncase "$1" in train|sweep) exec {forked} "$@" {overrides} ;; esac\nexec {forked} "$@"\n'
     )
     path.chmod(0o755)
     paths = {name: f"{directory}:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}

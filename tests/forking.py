@@ -1,9 +1,10 @@
 """Commands as children of this process, forked from one that has imported Argosy and torch once.
 
 Starting Python and importing torch takes 2 to 3 s of a core, and most commands that tests run take less than that. A fork server
-imports them once. `Popen` and `run` are those of `subprocess` for `python -m argosy ...`: the process has its own pid, and is a
-child of the caller that is signalled and waited for like any other, but nothing was computed before it was forked. A command that
-starts others (`--nproc`, `demo`, `launch`, `doctor`) forks them from a server of its own.
+imports them once. `Popen` and `run` are those of `subprocess` for `python -m argosy ...`, and `Popen` also for `python FILE ...` and
+`python -c CODE ...`: the process has its own pid, and is a child of the caller that is signalled and waited for like any other, but
+nothing was computed before it was forked. A command that starts others (`--nproc`, `demo`, `launch`, `doctor`) forks them from a
+server of its own.
 
 A test that cares about the interpreter's own start (locale, libraries loaded with it, variables that libraries read when they are
 loaded, imports) starts a process with `subprocess`.
@@ -21,12 +22,14 @@ import importlib.util
 import json
 import os
 import pkgutil
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,7 +50,7 @@ class ForkServer:
         self._lock = threading.Lock()
 
     def fork(self, words: list[str], descriptors: list[int], **request: Any) -> int:
-        """Returns the pid of a new child of this process, which runs `argosy WORDS`.
+        """Returns the pid of a new child of this process, which runs `python WORDS`.
 
         The server forks twice. The process between ends at once, and the child passes to its nearest ancestor that asks for
         orphans, which is this process for as long as it takes.
@@ -83,19 +86,19 @@ _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 class Popen(subprocess.Popen[Any]):
-    """subprocess.Popen of `python -m argosy ...`, forked. The caller's environment and directory are the default, as there."""
+    """subprocess.Popen of `python ...`, forked. The caller's environment and directory are the default, as there."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any) -> None:  # fmt: skip
         # The rest, in order: startupinfo, creationflags, shell, six ends of pipes, restore_signals, gid, gids, uid, umask,
         # start_new_session, process_group.
         ends, new_session = more[3:9], bool(more[14])
-        assert list(args[:3]) == ARGOSY
+        assert args[0] == sys.executable
         assert preexec_fn is None
         assert not pass_fds
         theirs = [end if end >= 0 else number for number, end in enumerate((ends[0], ends[3], ends[5]))]
         sys.stdout.flush()
         self.pid = _server.fork(
-            [str(word) for word in args[3:]], theirs, new_session=new_session,
+            [str(word) for word in args[1:]], theirs, new_session=new_session,
             cwd=os.fspath(cwd or Path.cwd()), environ=dict(os.environ if env is None else env),
         )  # fmt: skip
         self._child_created = True
@@ -209,22 +212,26 @@ def _serve(connection: socket.socket) -> None:
 def _become(request: dict[str, Any], descriptors: array.array[int]) -> None:
     """Run the command and end, as the interpreter ends."""
     words = request["words"]
+    command = words[2:] if words[:2] == ARGOSY[1:] else []
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(request["cwd"])
-    if "--nproc" in words or words[:1] in (["demo"], ["launch"], ["doctor"], ["sweep"]):
+    if "--nproc" in command or command[:1] in (["demo"], ["launch"], ["doctor"], ["sweep"]):
         _serve_from_here()
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
-    sys.argv = ["argosy", *words]
-    _show_command_line([*ARGOSY, *words])
+    sys.argv = ["argosy", *command] if command else words
+    _show_command_line([sys.executable, *words])
     code: Any = 0
     try:
         _customize_site()
-        sys.modules["__main__"].main()
+        if command:
+            sys.modules["__main__"].main()
+        else:
+            _run_program(words)
     except SystemExit as end:
         code = end.code
     except BaseException:  # noqa: BLE001 - as the interpreter does with what nobody caught
@@ -236,6 +243,17 @@ def _become(request: dict[str, Any], descriptors: array.array[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _run_program(words: list[str]) -> None:
+    """Run `-c CODE` or a file as the interpreter's main module."""
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)  # noqa: S102 - as `python -c` does
+    else:
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _serve_from_here() -> None:

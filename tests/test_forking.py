@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,3 +62,11 @@ def test_directory_and_environment_are_those_it_was_given(write_spec: Callable[.
         ["train", *words[2:], "--dry-run"], cwd=tmp_path, env=os.environ | {"RANK": "2", "WORLD_SIZE": "2"}
     )
     assert "RANK is 2" in refused.stderr
+
+
+def test_programs_are_forked_too_with_their_arguments(tmp_path: Path) -> None:
+    code = "import sys; print(__name__, sys.argv)"
+    (tmp_path / "program.py").write_text(code)
+    for words, argv in ((["-c", code, "a"], ["-c", "a"]), ([str(tmp_path / "program.py"), "a"], None)):
+        with forking.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
+            assert process.communicate()[0] == f"__main__ {argv or words}\n"

@@ -32,6 +32,7 @@ from argosy.model.build import build_model, initial_value
 from argosy.parallel.shards import Box
 from checkpoint.full_disk import full_beyond
 from megatron_files import arguments_of, halves, megatron_state, whole, write_checkpoint
+from peak_memory import peak_growth
 
 PADDED = 128
 SIZES = {"layers": 3, "hidden": 32, "heads": 4, "vocab_size": 120, "max_seq_len": 24}
@@ -371,20 +372,6 @@ def test_one_layer_of_a_stack_is_read_without_the_others(tmp_path: Path) -> None
     assert halves("x", stack)[1][0] == (0, 0, 5)
 
 
-MEASURE = """
-import sys
-from pathlib import Path
-from argosy.checkpoint.megatron.import_megatron import import_megatron
-def peak():  # of this program alone: what getrusage says includes the one that started it
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-root = Path(sys.argv[1])
-import_megatron(f"megatron:{root / 'small'}", root / "ours-small")  # what every import takes
-before = peak()
-import_megatron(f"megatron:{root / 'large'}", root / "ours")
-print(peak() - before)
-"""
-
-
 def test_importing_takes_the_memory_of_a_few_parameters_not_of_the_model(tmp_path: Path) -> None:
     for name, layers in (("small", 4), ("large", 16)):
         sizes = {"layers": layers, "hidden": 768, "heads": 8, "ffn": 1536, "vocab_size": 1024, "max_seq_len": 64}
@@ -395,8 +382,12 @@ def test_importing_takes_the_memory_of_a_few_parameters_not_of_the_model(tmp_pat
         write_checkpoint(tmp_path / name, state, arguments=arguments_of(spec, 1024))
     total = sum(w.nbytes for w in weights.values())
     largest = max(w.nbytes for w in weights.values())
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    # What every import takes is no part of it.
+    small, large = (
+        peak_growth(lambda n=name: import_megatron(f"megatron:{tmp_path / n}", tmp_path / f"ours-{n}"))  # type: ignore[misc]
+        for name in ("small", "large")
+    )
+    grown = large - small
     assert total > 40 * largest
     assert grown < total / 2, f"{grown:,} bytes more for {total:,} of weights, of which the largest has {largest:,}"
 

@@ -82,6 +82,8 @@ class Hub:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Headers and body are two writes: with Nagle's algorithm the second waits 40 ms for the client's delayed ACK.
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *arguments: object) -> None: ...
 

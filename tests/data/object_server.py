@@ -46,6 +46,8 @@ class FaultyServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # Headers and body are two writes: with Nagle's algorithm the second waits 40 ms for the client's delayed ACK.
+            disable_nagle_algorithm = True
 
             def handle_any(self) -> None:
                 outer._handle(self)

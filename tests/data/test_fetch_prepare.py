@@ -29,6 +29,7 @@ from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
 from argosy.data.text.blocks import Piece
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from forking import Popen
 from waiting import PATIENCE_S, wait_for
 
 REPO = "some/text"
@@ -200,7 +201,7 @@ def test_killed_again_and_again_the_bytes_are_the_same(hub: Hub, tmp_path: Path,
     hub.pace = 0.03
     dice = random.Random(3)
     for _ in range(6):
-        child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(raw), str(corpus), keep], stdout=subprocess.PIPE)
+        child = Popen([sys.executable, "-c", SCRIPT, str(raw), str(corpus), keep], stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
         time.sleep(dice.uniform(0.02, 0.5))
@@ -220,7 +221,7 @@ def test_killed_again_and_again_the_bytes_are_the_same(hub: Hub, tmp_path: Path,
 def test_ctrl_c_ends_it_at_once_and_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
     hub.faults["005.jsonl.zst"] = [lambda handler, body, start: time.sleep(600)]
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "raw"), str(tmp_path / "corpus"), "keep"]
-    child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: hub.asked("/content/some/text//train/005"))
     child.send_signal(signal.SIGINT)
     # The process's own timeout for a silent server is twice that.

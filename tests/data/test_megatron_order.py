@@ -388,10 +388,10 @@ def test_samples_outside_the_set_are_not_given() -> None:
 
 
 class TestCache:
-    lengths = np.random.default_rng(1).integers(0, 50, 700).astype(np.int32)
+    lengths = np.random.default_rng(1).integers(0, 50, 140).astype(np.int32)
 
     def samples(self, cache_dir: Path | None, **changes: Any) -> list[Any]:
-        arguments: dict[str, Any] = {"lengths": self.lengths, "seq_len": 16, "num_samples": 2500, "seed": 5} | changes
+        arguments: dict[str, Any] = {"lengths": self.lengths, "seq_len": 16, "num_samples": 500, "seed": 5} | changes
         samples = MegatronSamples(arguments.pop("lengths"), cache_dir=cache_dir, **arguments)
         return [samples.pieces(i) for i in range(len(samples))]
 
@@ -409,7 +409,7 @@ class TestCache:
         # The same number of sequences and tokens, but other content.
         other[[3, 4]] = other[[4, 3]]
         changes: list[dict[str, Any]] = [
-            {}, {"lengths": other}, {"lengths": self.lengths[1:]}, {"seq_len": 17}, {"seed": 6}, {"num_samples": 9000},
+            {}, {"lengths": other}, {"lengths": self.lengths[1:]}, {"seq_len": 17}, {"seed": 6}, {"num_samples": 1800},
             {"extra_token": False},
         ]  # fmt: skip
         for change in changes * 2:
@@ -441,7 +441,7 @@ class TestCache:
 
     def test_a_cache_that_cannot_be_written_stops_nothing_and_says_so(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
-        samples = MegatronSamples(self.lengths, seq_len=16, num_samples=2500, seed=5, cache_dir=tmp_path / "file")
+        samples = MegatronSamples(self.lengths, seq_len=16, num_samples=500, seed=5, cache_dir=tmp_path / "file")
         assert [samples.pieces(i) for i in range(len(samples))] == self.samples(None)
         assert samples.cache_problem is not None
         assert str(tmp_path / "file") in samples.cache_problem

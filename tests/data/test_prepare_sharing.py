@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+import forking
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.prepare import job as preparing
@@ -32,25 +33,26 @@ from argosy.data.text import engines
 from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
+from forking import Popen
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Write some MB in every format, with bad records here and there."""
+    """Write a few MB in every format, with bad records here and there."""
     root = tmp_path_factory.mktemp("inputs")
     rng = random.Random(0)
 
     def lines(count: int) -> bytes:
         records = []
         for i in range(count):
-            record = json.dumps({"text": f"{i} " + rng.choice("abcdefgh") * rng.randrange(1, 4000), "n": i})
+            record = json.dumps({"text": f"{i} " + rng.choice("abcdefgh") * rng.randrange(1, 1000), "n": i})
             records.append(record if rng.random() > 0.02 else record[:-3])
         return "\n".join(records).encode()
 
     (root / "a.jsonl").write_bytes(lines(3000))
     (root / "b.jsonl.gz").write_bytes(gzip.compress(lines(1500), 1))
     (root / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines(1500)))
-    rows = {"text": [f"row {i} " + rng.choice("abcd") * rng.randrange(1, 4000) for i in range(500)]}
+    rows = {"text": [f"row {i} " + rng.choice("abcd") * rng.randrange(1, 1000) for i in range(500)]}
     pyarrow.parquet.write_table(pyarrow.table(rows), root / "e.parquet", row_group_size=200)
     for i in range(20):
         (root / f"d{i:02d}.txt").write_text(f"text file {i} " * rng.randrange(1, 300))
@@ -60,8 +62,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks small, so that a few MB are many blocks."""
-    monkeypatch.setattr(work, "block_size", lambda files: 1 << 19)
-    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(work, "block_size", lambda files: 1 << 17)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 18)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -194,7 +196,7 @@ def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> No
     pytest.importorskip("fastokens")
     tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
     other = JsonTokenizer(train_bpe(["another text, so other ids"] * 9, 300), "t")
-    options = PartOptions(("text",), True, False, 1 << 19)
+    options = PartOptions(("text",), True, False, 1 << 17)
     groups = group_inputs(find_inputs(inputs), text_lines=False)
     spec = encoder_spec(tokenizer, "fastokens", eod=None)
     for reference, content, fault in (
@@ -226,8 +228,8 @@ from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.log_handler import install_log_handler
-work.block_size = lambda files: 1 << 19
-part_runner._INLINE_BYTES = 1 << 20
+work.block_size = lambda files: 1 << 17
+part_runner._INLINE_BYTES = 1 << 18
 if __name__ == "__main__":
     install_log_handler()
     prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), work.PrepareOptions(workers=2, shards=2))
@@ -242,12 +244,14 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
     script, rng = root / "script.py", random.Random(0)
     script.write_text(COMMAND)
     command = [sys.executable, str(script)]
+    # The first command waits for the fork server to start.
+    forking.run(["--version"])
     started = time.monotonic()
-    subprocess.run([*command, str(root / "undisturbed"), *inputs], check=True)
+    assert Popen([*command, str(root / "undisturbed"), *inputs]).wait() == 0
     usual, expected, done = time.monotonic() - started, content(root / "undisturbed"), 0
     while kills:
         output = root / f"killed-{done}"
-        process = subprocess.Popen([*command, str(output), *inputs], start_new_session=True)
+        process = Popen([*command, str(output), *inputs], start_new_session=True)
         time.sleep(rng.uniform(0.1, usual))
         kills -= process.poll() is None
         assert not process.returncode, "it fails by itself"
@@ -255,7 +259,7 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if not kills and not (output / "manifest.json").exists():
-            subprocess.run([*command, str(output), *inputs], check=True)
+            assert Popen([*command, str(output), *inputs]).wait() == 0
         if (output / "manifest.json").exists():
             # A kill may leave it behind a finished corpus.
             shutil.rmtree(output / ".parts", ignore_errors=True)
@@ -299,7 +303,7 @@ def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
 
     def meanwhile(work: Work) -> object:
         if not second:
-            second.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            second.append(Popen(command, stderr=subprocess.PIPE, text=True))
             assert second[0].stderr is not None
             assert "waiting for it to end" in second[0].stderr.readline()
         return finish(work)

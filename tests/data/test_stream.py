@@ -32,6 +32,7 @@ from argosy.data.remote.cache import CHECKSUM_BYTES, BlockCache
 from argosy.data.remote.shared_files import unlink
 from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
+from forking import Popen
 from ports import free_port
 from waiting import wait_for
 
@@ -610,7 +611,7 @@ def test_threads_of_one_process_fetch_each_block_once(server: FaultyServer, loca
 
 def start_reader(url: str, cache: Path, limit: int | None, count: int = 200) -> subprocess.Popen[str]:
     program = Path(__file__).with_name("stream_reader.py")
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, str(program), url, str(cache), json.dumps(limit), str(count)],
         stdout=subprocess.PIPE,
         text=True,

@@ -41,6 +41,8 @@ class WebServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # Headers and body are two writes: with Nagle's algorithm the second waits 40 ms for the client's delayed ACK.
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 with contextlib.suppress(ConnectionError):

@@ -95,6 +95,8 @@ class ApiServer(ObjectStore):
 class _Handler(BaseHTTPRequestHandler):
     server_state: ApiServer
     protocol_version = "HTTP/1.1"
+    # Headers and body are two writes: with Nagle's algorithm the second waits 40 ms for the client's delayed ACK.
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -291,10 +293,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _watch(self, asked: Asked) -> None:
         state, seen, chosen = self.server_state, int(asked.query.get("resourceVersion") or 0), chooser(asked)
         self._stream()
-        deadline = time.monotonic() + min(3.0, float(asked.query.get("timeoutSeconds", "3")))
+        deadline = time.monotonic() + min(1.0, float(asked.query.get("timeoutSeconds", "1")))
         while time.monotonic() < deadline:
             with state.changed:
-                state.changed.wait(0.1)
+                if state.version == seen:
+                    state.changed.wait(0.1)
                 fresh = [change for change in state.history if change[0] > seen and change[2] == asked.plural]
                 seen = state.version
             for _, kind, _, document in fresh:

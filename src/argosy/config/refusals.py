@@ -181,9 +181,14 @@ def _preset_of(family: str) -> str | None:
     return f"a preset has it: model.preset={close[0]}" if close else None
 
 
+# The largest edit distance of a suggestion.
+_FARTHEST = 2
+
+
 def did_you_mean(word: str, known: Sequence[str], section: str = "", cutoff: float = 0.6) -> str | None:
     close = difflib.get_close_matches(word.lower(), known, n=2, cutoff=cutoff)
-    close = close or [name for name in known if _distance(word.lower(), name) <= min(2, len(word) - 1)][:2]
+    near = [name for name in known if abs(len(name) - len(word)) <= _FARTHEST]
+    close = close or [name for name in near if _distance(word.lower(), name) <= min(_FARTHEST, len(word) - 1)][:2]
     prefix = f"{section}." if section else ""
     return f"did you mean {' or '.join(prefix + c for c in close)}?" if close else None
 
