@@ -161,7 +161,7 @@ def nodes() -> None:
     """Let the agents of all nodes meet, then let one of them fail: how long until every node is told, and all have met again."""
     # Without names for 127.0.0.1, torch warns of every connection. It reads this once, while it loads.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from argosy.supervise.node_rendezvous import LOOK_S, NodeRendezvous, open_store
+    from argosy.supervise.node_rendezvous import LOOK_S, NodeRendezvous, Place, open_store
     from argosy.supervise.world import Nodes
 
     for count in NODES[: 2 if SHORT else None]:
@@ -173,7 +173,7 @@ def nodes() -> None:
 
         def connect(index: int, places: list[Nodes] = places, agents: dict[int, Any] = agents) -> None:
             if index not in agents:
-                agents[index] = NodeRendezvous(open_store(places[index], 600.0), places[index], 600.0)
+                agents[index] = NodeRendezvous(open_store(places[index], 600.0), places[index], 600.0, Place())
 
         connect(0)
         with timed(f"{count:>6} nodes connect to the store of node 0"):

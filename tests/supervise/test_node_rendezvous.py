@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from argosy.supervise import node_rendezvous
-from argosy.supervise.node_rendezvous import NodeRendezvous, PlaceTakenError
+from argosy.supervise.node_rendezvous import NodeRendezvous, Place, PlaceTakenError
 from argosy.supervise.world import Nodes
 
 
@@ -24,7 +24,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agents_of(store: HashStore, count: int, wait_s: float = 60.0) -> list[NodeRendezvous]:
-    return [NodeRendezvous(store, Nodes(index, count, "127.0.0.1", 1), wait_s) for index in range(count)]
+    return [NodeRendezvous(store, Nodes(index, count, "127.0.0.1", 1), wait_s, Place()) for index in range(count)]
 
 
 def together(works: list[Callable[[], Any]]) -> list[Any]:
@@ -87,25 +87,32 @@ def test_a_new_agent_of_a_lost_node_and_the_waiting_ones_come_to_one_round() -> 
         store = HashStore()
         agents = agents_of(store, 3)
         with pytest.raises(RendezvousTimeoutError):
-            NodeRendezvous(store, agents[1]._nodes, 0.0).next_rendezvous()
+            NodeRendezvous(store, agents[1]._nodes, 0.0, Place()).next_rendezvous()
         # The lost node has joined the first round, so the two others may complete it before the new agent comes.
-        agents[1] = NodeRendezvous(store, agents[1]._nodes, 60.0)
+        agents[1] = NodeRendezvous(store, agents[1]._nodes, 60.0, Place())
         met = together([partial(settle, agent, agents) for agent in agents])
         assert [info.rank for info in met] == [0, 1, 2]
         assert {agent._round for agent in agents} == {2}
 
 
 def test_of_two_agents_with_one_index_the_newer_has_the_place() -> None:
-    store = HashStore()
-    agents = agents_of(store, 2)
+    store, place = HashStore(), Place()
+    agents = [agents_of(store, 2)[0], NodeRendezvous(store, Nodes(1, 2, "127.0.0.1", 1), 60.0, place)]
     together([agent.next_rendezvous for agent in agents])
-    newer = NodeRendezvous(store, agents[1]._nodes, 60.0)
+    newer = NodeRendezvous(store, agents[1]._nodes, 60.0, Place())
     met = together([newer.next_rendezvous, partial(follow, agents[0])])
     assert [info.rank for info in met] == [1, 0]
     assert agents[1].num_nodes_waiting()
     with pytest.raises(PlaceTakenError, match="another agent has joined as node 1"):
         agents[1].next_rendezvous()
+    # Nor can it end the job, or take its place again when it has lost the store and comes back.
+    agents[1].shutdown()
+    assert not newer.is_closed()
+    with pytest.raises(PlaceTakenError):
+        NodeRendezvous(store, agents[1]._nodes, 60.0, place).next_rendezvous()
     assert [agent.num_nodes_waiting() for agent in (newer, agents[0])] == [0, 0]
+    # An agent that comes back to a store that has forgotten all takes its place.
+    assert NodeRendezvous(HashStore(), agents[1]._nodes, 60.0, place)._has_place()
 
 
 def test_nodes_that_do_not_come_are_counted_and_a_job_that_ended_is_not_joined() -> None:

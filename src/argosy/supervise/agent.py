@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -22,6 +23,9 @@ from argosy.record.rundir import RunDir
 from argosy.supervise.rank_process import RankFiles
 from argosy.supervise.supervisor import Supervisor
 from argosy.supervise.world import Nodes
+
+if TYPE_CHECKING:
+    from argosy.supervise.node_rendezvous import Place
 
 # Signals forwarded to the ranks, which then stop in order.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -74,15 +78,17 @@ def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: 
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from argosy.supervise.node_rendezvous import PlaceTakenError
+    from argosy.supervise.node_rendezvous import Place, PlaceTakenError
 
     lost_at = time.monotonic()
+    place = Place()
     while True:
         try:
-            failed = _run_agent(nproc, nodes, arguments, supervisor)
+            failed = _run_agent(nproc, nodes, arguments, supervisor, place)
         except PlaceTakenError as error:
             _log.error(
-                "%s, so this one ends: every node needs its own --node-rank, and a node that is started again takes the place of the one before",
+                "%s, so this one ends: a node that is started again takes the place of the one before. If this one was not, two nodes "
+                "have the same index: NODE_RANK, or what the scheduler sets instead, must differ",
                 error,
             )
             return EXIT_RESUMABLE
@@ -102,7 +108,7 @@ def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: 
         return max(supervisor.files.exit_codes(), default=EXIT_DONE)
 
 
-def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> bool:
+def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor, place: Place) -> bool:
     """Run one agent to its end. Returns whether it failed."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -112,7 +118,7 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     from argosy.supervise.node_rendezvous import NodeRendezvous, PlaceTakenError, open_store
 
     wait_s = supervisor.spec.nodes_wait
-    rendezvous = NodeRendezvous(open_store(nodes, max(1.0, min(60.0, wait_s))), nodes, max(1.0, wait_s))
+    rendezvous = NodeRendezvous(open_store(nodes, max(1.0, min(60.0, wait_s))), nodes, max(1.0, wait_s), place)
     spec = WorkerSpec(
         role="rank",
         local_world_size=nproc,

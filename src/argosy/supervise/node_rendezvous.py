@@ -9,14 +9,15 @@ ranks failed or because its agent is new, opens the next round; the other nodes 
 One key has the current round and the last one that was complete: a round that was left is not completed, and all nodes of a
 complete one return from it, however soon the next is opened.
 
-A new agent takes the place of the one before it. An agent that has lost its place does not join again: two agents that were
-given one index would open rounds for ever.
+A new agent takes the place of the one before it. An agent that has lost its place neither joins again nor ends the job: two agents
+that were given one index would open rounds for ever.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -59,21 +60,35 @@ def _address(nodes: Nodes) -> str:
     return "localhost" if nodes.count == 1 else nodes.address
 
 
+@dataclass
+class Place:
+    """The claim of one agent to be a node, under a name that no other agent has."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    taken: bool = False
+
+
 class NodeRendezvous(RendezvousHandler):
     """One node's part in the meetings of all nodes.
 
     Args:
         store: the store that all nodes share.
         wait_s: seconds that a node waits for the others.
+        place: this agent's claim to be the node. One that lost the others and comes again has the same.
     """
 
-    def __init__(self, store: Store, nodes: Nodes, wait_s: float) -> None:
+    def __init__(self, store: Store, nodes: Nodes, wait_s: float, place: Place) -> None:
         self._store, self._nodes, self._wait_s = PrefixStore("argosy-nodes", store), nodes, wait_s
         # The round that this node has joined. The first is 1.
         self._round = 0
         self._looked, self._newest = float("-inf"), 0
-        self._place, self._name = f"place-{nodes.index}", uuid.uuid4().hex
-        self._store.set(self._place, self._name)
+        self._place, self._name = f"place-{nodes.index}", place.name
+        if place.taken:
+            # Another agent may have it by now.
+            self._store.compare_set(self._place, "", place.name)
+        else:
+            self._store.set(self._place, place.name)
+            place.taken = True
         if nodes.index == 0:
             # A new agent of node 0 may find its old store, which the last agent closed.
             self._store.delete_key(_CLOSED)
@@ -109,13 +124,15 @@ class NodeRendezvous(RendezvousHandler):
                 time.sleep(_WAIT_S)
         self._looked, self._newest = time.monotonic(), self._round
         store = PrefixStore(f"{self._round}", self._store)
+        if self._nodes.index == 0:
+            store.set(_PORT, str(get_free_port()))
         # The port is node 0's; the address that by which this node has found node 0, which may know itself by another.
         info = RendezvousStoreInfo(_address(self._nodes), int(store.get(_PORT)))
         return RendezvousInfo(store, self._nodes.index, self._nodes.count, info)
 
     def _join(self) -> None:
         """Join the current round, or the next one if a node of this index has joined the current one before."""
-        if self._store.get(self._place).decode() != self._name:
+        if not self._has_place():
             raise PlaceTakenError(f"another agent has joined as node {self._nodes.index}")
         current, complete = self._rounds()
         while self._store.add(f"{current}/node-{self._nodes.index}", 1) > 1:
@@ -123,10 +140,11 @@ class NodeRendezvous(RendezvousHandler):
             self._store.compare_set(_ROUNDS, f"{current} {complete}", f"{current + 1} {complete}")
             current, complete = self._rounds()
         self._round = current
-        if self._nodes.index == 0:
-            self._store.set(f"{current}/{_PORT}", str(get_free_port()))
         if self._store.add(f"{current}/joined", 1) == self._nodes.count:
             self._store.compare_set(_ROUNDS, f"{current} {complete}", f"{current} {current}")
+
+    def _has_place(self) -> bool:
+        return bool(self._store.get(self._place).decode() == self._name)
 
     def _rounds(self) -> tuple[int, int]:
         """Return the current round and the last that was complete, 0 if none was."""
@@ -149,9 +167,10 @@ class NodeRendezvous(RendezvousHandler):
         self._store.set(_CLOSED, "1")
 
     def shutdown(self) -> bool:
-        """End the job for all nodes. Returns False if the store is gone."""
+        """End the job for all nodes, unless another agent has this one's place. Returns False if the store is gone."""
         try:
-            self.set_closed()
+            if self._has_place():
+                self.set_closed()
         except (DistError, RuntimeError):
             return False
         return True
