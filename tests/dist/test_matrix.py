@@ -84,6 +84,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "cp=2 cp_kind=ulysses tp=2": "mpt",
     "dp_shard=2 cp=2 tp=2": "moe",
     "dp_shard=2 ep=2": "moe",
+    "dp_shard=2 ep=2 recompute=selective": "moe",
     "dp_shard=4 ep=2": "moe",
     "dp_shard=8 ep=4 recompute=full micro_batch=2": "moe",
     "cp=2 ep=2": "moe",

@@ -63,18 +63,20 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
     A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on their number.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    # What a thread draws for it: for a magnitude, the weight whose norms it is.
+    drawing = {name: shapes[weight_of_magnitude(name) or name].numel() for name in shapes}
     waiting = sorted(shapes, key=lambda name: shapes[name].numel())
     drawn: deque[tuple[str, Future[Tensor]]] = deque()
     threads, ranks, ahead = min(16, torch.get_num_threads()), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0
     with ThreadPoolExecutor(threads) as pool:
         while waiting or drawn:
-            while waiting and (not drawn or ahead + shapes[waiting[-1]].numel() <= _MOST_AHEAD // ranks):
+            while waiting and (not drawn or ahead + drawing[waiting[-1]] <= _MOST_AHEAD // ranks):
                 name = waiting.pop()
-                ahead += shapes[name].numel()
+                ahead += drawing[name]
                 drawn.append((name, pool.submit(_first_value, name, shapes, spec, seed)))
             name, value = drawn.popleft()
             yield name, value.result()
-            ahead -= shapes[name].numel()
+            ahead -= drawing[name]
 
 
 def _first_value(name: str, shapes: Mapping[str, torch.Size], spec: ModelSpec, seed: int) -> Tensor:

@@ -86,7 +86,7 @@ def _row_norms(layer: Linear) -> Tensor:
     squares = squared_norms(layer.weight, layer.lora_a, layer.lora_b, layer.lora_scale or 0.0)
     if layer.sum_inputs is not None:
         squares = layer.sum_inputs(squares)
-    # In the precision of the magnitudes, whose rounding it then shares: their quotient begins at one.
+    # In the precision of the magnitudes, whose rounding it then shares: their quotient begins at one, or in 16 bits next to it.
     return nonzero(squares.clamp_min(0).sqrt().to(layer.lora_magnitude.dtype))
 
 
