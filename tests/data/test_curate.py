@@ -29,7 +29,7 @@ from argosy.data.curate.curate_job import curate
 from argosy.data.curate.curate_report import CurationReport
 from argosy.data.curate.curate_work import CurateSharing
 from argosy.data.curate.curated_part import CuratedPartMaker
-from argosy.data.curate.curated_shards import WriteKept
+from argosy.data.curate.curated_shards import ShardWriter, WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
@@ -184,6 +184,32 @@ def test_without_locks_machines_do_their_own_shards_and_run_again(
     assert run(path, machine=1, machines=2)[0] is None
     assert run(path, machine=0, machines=2)[0] is None
     assert run(path, machine=1, machines=2)[1] == reference[1]
+
+
+@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+def test_two_writers_of_one_shard_do_not_write_into_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str | None
+) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(99)))
+    keys: dict[str, Any] = {
+        "inputs": [str(tmp_path / "in.jsonl")],
+        "steps": ["exact_duplicates"],
+        "tokenizer": tokenizer,
+    }
+    _, expected = run(write(tmp_path / "alone" / "p.yaml", tmp_path, **keys))
+    finish = ShardWriter.finish
+
+    def finish_while_another_begins(writer: ShardWriter) -> dict[str, Any]:
+        other = ShardWriter(writer.work, 0, writer.duplicates)
+        facts = finish(writer)
+        other.add("00000-000000")
+        assert finish(other) == facts
+        # What a killed process left is removed at the end.
+        ShardWriter(writer.work, 0, writer.duplicates)
+        return facts
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_while_another_begins)
+    assert run(write(tmp_path / "p.yaml", tmp_path, **keys))[1] == expected
 
 
 def test_a_nested_field_is_found_as_a_nested_key_is(tmp_path: Path) -> None:

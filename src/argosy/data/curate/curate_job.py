@@ -34,7 +34,7 @@ from argosy.data.curate.curate_work import (
     shard_path,
 )
 from argosy.data.curate.curated_part import CuratedFacts
-from argosy.data.curate.curated_shards import ShardWriter, kept_paths
+from argosy.data.curate.curated_shards import ShardWriter, clear_unfinished_shard, kept_paths
 from argosy.data.curate.duplicate_search import Duplicates, JobParts, SearchTask, decide, forget_parts, searches
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
@@ -163,7 +163,8 @@ class CurateJob:
 
     def _make_parts(self, shards: list[int], progress: ProgressBar) -> None:
         """Make the parts of these shards, and list them for the other machines."""
-        clear_unfinished(self.work.parts, lambda part: self.work.shard_of(part) in shards)
+        if self._claim.locks.are_kept:
+            clear_unfinished(self.work.parts, lambda part: self.work.shard_of(part) in shards)
         found: dict[int, dict[PartName, CuratedFacts]] = {shard: {} for shard in shards}
         for name, facts in self.runner.run(self._tasks(set(shards))):
             if facts.past_end:
@@ -200,6 +201,8 @@ class CurateJob:
                 for _ in self.runner.run((task, None) for task in kept_paths(work, own)):
                     progress.advance(1)
         for shard in shards:
+            if self._claim.locks.are_kept:
+                clear_unfinished_shard(work, shard)
             writer = ShardWriter(work, shard, duplicates)
             try:
                 for name in own:

@@ -93,7 +93,9 @@ class OutputClaim:
         if not self._locks.is_current():
             self.release()
             return False if work.is_done() else self.take()
-        clear_unfinished(work.parts, lambda part: work.shard_of(part) in self.held)
+        # Without locks, another process may be writing these parts.
+        if self._locks.are_kept:
+            clear_unfinished(work.parts, lambda part: work.shard_of(part) in self.held)
         return True
 
     def release(self) -> None:
