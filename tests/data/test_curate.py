@@ -433,6 +433,25 @@ def test_a_corpus_of_another_command_is_not_written_over(tmp_path: Path) -> None
     assert run(path, overwrite=True)[0] is not None
 
 
+def test_a_result_that_another_command_replaced_is_not_taken_for_the_own(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n' * 3)
+    inputs = [str(tmp_path / "in.jsonl")]
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=inputs, steps=["exact_duplicates"], tokenizer="bytes")
+
+    def share(machine: int, **options: Any) -> Any:
+        sharing = {"workers": 1, "machine": machine, "machines": 2, "shards": 2} | options
+        return prepare(inputs, ByteTokenizer(), tmp_path / "out", PrepareOptions(**sharing))
+
+    share(0)
+    assert share(1) == share(0)
+    run(path, overwrite=True)
+    with pytest.raises(ArgosyError, match="already holds"):
+        share(0)
+    share(0, overwrite=True, machines=1)
+    with pytest.raises(ArgosyError, match="already holds"):
+        run(path)
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     ("content", "message"),
