@@ -33,7 +33,7 @@ from argosy.data.curate.curated_shards import ShardWriter, WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
-from argosy.data.prepare import part_runner
+from argosy.data.prepare import claim, part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.work import PrepareOptions
@@ -41,6 +41,7 @@ from argosy.data.text.inputs import find_inputs
 from argosy.data.text.readers import all_texts
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from argosy.files import create_file
 
 SECRET = "what is the capital of the small country that lies between the two seas of the north"
 
@@ -300,6 +301,27 @@ def test_what_killed_tasks_had_taken_is_done_by_others_and_late_tasks_change_not
     for machine in (0, 2):
         assert run(path, machine=machine, machines=3) == (report, content)
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_task_that_starts_while_another_one_writes_the_report_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n' * 9)
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=[])
+    made = []
+
+    def create_after_the_end(plan: Path, content: bytes) -> bool:
+        monkeypatch.setattr(claim, "create_file", create_file)
+        made.append(run(path, machine=0, machines=2))
+        if not removed:
+            plan.parent.mkdir()
+            plan.write_bytes(content)
+        return create_file(plan, content)
+
+    monkeypatch.setattr(claim, "create_file", create_after_the_end)
+    assert run(path, machine=1, machines=2) == made[0]
+    assert not (tmp_path / "out" / ".parts").exists()
 
 
 @pytest.mark.parametrize("tokenizer", [None, "bytes"])
