@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from fetching import HASTE, loopback_hub  # noqa: F401 - a fixture
 from loopback_hub import Hub
 
+from argosy.cli.data_build import Only
+from argosy.cli.data_build import build as build_command
 from argosy.config.resolve import resolve
 from argosy.data.build_corpora import Share, build, share_of
 from argosy.data.corpus.corpus_manifest import read_manifest
@@ -19,7 +24,7 @@ from argosy.data.curate.curate_work import REPORT_FILE
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
-from argosy.errors import ArgosyError
+from argosy.errors import EXIT_RESUMABLE, ArgosyError
 from argosy.files import replace_file
 from argosy.launch.place import place
 
@@ -81,6 +86,29 @@ def test_a_corpus_is_curated_by_several_workers_as_by_one(
     )
     assert shared == one
     assert len(one) == 6
+
+
+def test_without_locks_a_worker_that_others_have_to_finish_asks_to_be_run_again(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"inputs": [str(tmp_path / "text.jsonl")], "shards": 2, "curate": ["exact_duplicates"]}
+    path = recipe(prepare=made)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setenv("ARGOSY_WORKERS", "2")
+
+    def code_of(index: int) -> int:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        try:
+            build_command([str(path)], Only.prepare)
+        except typer.Exit as end:
+            return end.exit_code
+        return 0
+
+    assert [code_of(index) for index in (0, 1, 0, 1)] == [EXIT_RESUMABLE, EXIT_RESUMABLE, 0, 0]
 
 
 def test_a_curation_that_was_killed_before_its_report_gets_it_from_the_next_build(
