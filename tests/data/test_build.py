@@ -26,7 +26,7 @@ from argosy.data.remote.sources import Choice
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import EXIT_RESUMABLE, ArgosyError
 from argosy.files import replace_file
-from argosy.launch.place import place
+from argosy.launch.place import place as place_run
 
 
 @pytest.fixture
@@ -132,16 +132,23 @@ def test_a_curation_that_was_killed_before_its_report_gets_it_from_the_next_buil
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [({"shuffle": 1}, "leave shuffle out"), ({"as_text": True}, "leave as_text out"), ({}, "did you mean length?")],
+    ("keys", "place", "message"),
+    [
+        ({"shuffle": 1}, "shuffle", "leave shuffle out"),
+        ({"as_text": True}, "as_text", "leave as_text out"),
+        ({}, "curate.0", "did you mean length?"),
+        ({"curate": ["exact_duplicates", "length"]}, "curate", "put length before"),
+        ({"curate": ""}, "curate", "leave curate out"),
+    ],
 )
 def test_a_wrong_curation_is_refused_before_anything_is_launched(
-    recipe: Callable[..., Path], keys: dict[str, Any], message: str
+    recipe: Callable[..., Path], keys: dict[str, Any], place: str, message: str
 ) -> None:
     path = recipe(prepare={"inputs": ["x"], "curate": ["lenght"], **keys})
     with pytest.raises(ArgosyError) as refused:
-        place(path, ["cluster={target: slurm, gpus: 0, ranks: 1, nodes: 1}"])
+        place_run(path, ["cluster={target: slurm, gpus: 0, ranks: 1, nodes: 1}"])
     assert message in refused.value.fix
+    assert refused.value.key == f"data.train.0.prepare.{place}"
 
 
 def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(
