@@ -240,8 +240,8 @@ class Duplicates:
 def decide(directory: Path, steps: list[ComparingStep]) -> Duplicates:
     """Return the duplicates: all but the first of each set of connected documents. The first step that finds one removes it."""
     # A step that confirms its candidates counts by the confirmed pairs alone.
-    found = [task for phase in searches(directory, steps) for task in phase]
-    tasks = [task for task in found if isinstance(task, ConfirmPairs) or task.certain]
+    listed = [task for phase in searches(directory, steps) for task in phase]
+    tasks = [task for task in listed if isinstance(task, ConfirmPairs) or task.certain]
     by_step = [
         np.concatenate([np.zeros(0, np.uint64), *(_read_pairs(task.path) for task in tasks if task.step == number)])
         for number in range(len(steps))
