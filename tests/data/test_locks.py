@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from argosy.data.prepare import piece_queue
 from argosy.data.prepare.locks import PieceLocks
+from argosy.data.prepare.piece_queue import PieceQueue
 
 
 @pytest.mark.parametrize(
@@ -61,3 +64,38 @@ def test_an_error_is_no_lock_where_the_file_system_has_locks(
     without = PieceLocks(tmp_path / "locks")
     assert without.take(0)
     without.release(0)
+
+
+def test_a_wait_for_another_process_is_told_again_and_again_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(piece_queue, "_SAY_S", 0.001)
+
+    def queue() -> PieceQueue:
+        return PieceQueue(PieceLocks(tmp_path / "locks"), 1, "pieces", {7: tmp_path / "piece"}, lambda: False)
+
+    (held, hold), (ended, end) = os.pipe(), os.pipe()
+    other = os.fork()
+    if not other:
+        taken = list(queue().take([7]))
+        os.write(hold, b"x")
+        os.read(ended, 1)
+        os._exit(len(taken) != 1)
+    os.read(held, 1)
+    told: list[str] = []
+
+    class End(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            if len(told) == 3:
+                os.write(end, b"x")
+
+    logger = logging.getLogger(piece_queue.__name__)
+    logger.addHandler(handler := End())
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            queue().wait([7])
+    finally:
+        logger.removeHandler(handler)
+    assert os.waitpid(other, 0)[1] == 0
+    assert set(told) == {f"other processes have the last 1 of 1 pieces; waiting for {tmp_path / 'piece'}"}
