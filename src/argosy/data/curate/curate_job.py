@@ -34,15 +34,16 @@ from argosy.data.curate.curate_work import (
     shard_path,
 )
 from argosy.data.curate.curated_part import CuratedFacts
-from argosy.data.curate.curated_shards import ShardWriter, clear_unfinished_shard, kept_paths
+from argosy.data.curate.curated_shards import ShardWriter, kept_paths
 from argosy.data.curate.duplicate_search import Duplicates, JobParts, SearchTask, decide, forget_parts, searches
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
 from argosy.data.prepare.part_runner import PartRunner
-from argosy.data.prepare.parts import PartName, cannot_write, clear_unfinished
+from argosy.data.prepare.parts import PartName, cannot_write
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.workers import Task
 from argosy.data.text.inputs import require_no_texts
+from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
 
@@ -72,6 +73,10 @@ def curate(pipeline: Pipeline, sharing: CurateSharing) -> CurationReport | None:
         # Another process may have finished the job just now, and removed its parts.
         if not job.work.is_result():
             raise cannot_write(job.work.output, error) from None
+    except ArgosyError:
+        # A worker failed for the same reason.
+        if not job.is_finished():
+            raise
     finally:
         job.release()
     return CurationReport.read(job.work.output)
@@ -163,8 +168,6 @@ class CurateJob:
 
     def _make_parts(self, shards: list[int], progress: ProgressBar) -> None:
         """Make the parts of these shards, and list them for the other machines."""
-        if self._claim.locks.are_kept:
-            clear_unfinished(self.work.parts, lambda part: self.work.shard_of(part) in shards)
         found: dict[int, dict[PartName, CuratedFacts]] = {shard: {} for shard in shards}
         for name, facts in self.runner.run(self._tasks(set(shards))):
             if facts.past_end:
@@ -201,8 +204,6 @@ class CurateJob:
                 for _ in self.runner.run((task, None) for task in kept_paths(work, own)):
                     progress.advance(1)
         for shard in shards:
-            if self._claim.locks.are_kept:
-                clear_unfinished_shard(work, shard)
             writer = ShardWriter(work, shard, duplicates)
             try:
                 for name in own:

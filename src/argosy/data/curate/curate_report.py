@@ -15,7 +15,7 @@ from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, Tokenize
 from argosy.data.curate.array_file import read_arrays
 from argosy.data.curate.curate_work import QUARANTINE_FILE, REPORT_FILE, CurateWork, part_facts, shard_path
 from argosy.data.curate.curated_part import CuratedFacts, read_heads
-from argosy.data.curate.curated_shards import clear_unfinished_shard
+from argosy.data.curate.curated_shards import clear_unfinished_shards
 from argosy.data.curate.duplicate_search import Duplicates, job_parts
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
@@ -82,8 +82,7 @@ def finish_curation(work: CurateWork) -> None:
         report.manifest = manifest_hash(manifest)
         write_manifest(work.output, manifest)
     replace_file(work.output / REPORT_FILE, orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n", sync=True)
-    for shard in range(work.shards):
-        clear_unfinished_shard(work, shard)
+    clear_unfinished_shards(work.output)
     shutil.rmtree(work.parts, ignore_errors=True)
 
 

@@ -82,7 +82,7 @@ class ShardWriter:
         self.work, self.name, self.duplicates = work, f"shard-{shard:05d}", duplicates
         self._tokens: IndexedWriter | None = None
         self._documents = 0
-        # On a file system without locks, another process may be writing the same shard.
+        # Where locks fail, another process may be writing the same shard.
         mark = f".{os.urandom(6).hex()}"
         if work.makes_tokens:
             self._tokens = IndexedWriter(work.output / self.name, work.dtype, blocks=True, mark=mark)
@@ -128,9 +128,9 @@ class ShardWriter:
             self._temporary.unlink(missing_ok=True)
 
 
-def clear_unfinished_shard(work: CurateWork, shard: int) -> None:
-    """Remove the temporary files that killed processes left of a shard. No other process may be writing it."""
-    for path in work.output.glob(f"shard-{shard:05d}.*.partial"):
+def clear_unfinished_shards(output: Path) -> None:
+    """Remove the temporary files that killed processes left of shards. Before the job is finished, others may be writing them."""
+    for path in output.glob("shard-*.partial"):
         path.unlink(missing_ok=True)
 
 
