@@ -16,7 +16,7 @@ EXIT_DONE: Final = 0
 EXIT_BUG: Final = 1
 # The user must change something.
 EXIT_REFUSED: Final = 2
-# Interrupted with a checkpoint saved: run the same command again.
+# Interrupted with a checkpoint saved, or shares of other workers are missing: run the same command again.
 EXIT_RESUMABLE: Final = 75
 
 CODES: Final[dict[str, str]] = {
@@ -201,7 +201,7 @@ def errors_page() -> str:
         "| 1 | a bug of ours |\n"
         "| 2 | refused: something must be changed first |\n"
         "| 3 | a launched stage failed |\n"
-        "| 75 | interrupted, checkpoint saved: run the same command again to go on |\n"
+        "| 75 | interrupted, checkpoint saved, or shares of other workers are missing: run the same command again to go on |\n"
         "| 130 | stopped at once by a second Ctrl-C, without saving |\n"
         "| ≥ 128 | killed by a signal (128 + its number) |\n"
     )

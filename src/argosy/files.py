@@ -1,4 +1,4 @@
-"""Atomic writes of small files: a reader sees the old file or the new file, never a partial one. Also paths given as URLs."""
+"""Atomic writes of small files: a reader sees the old file or the new file, never a partial one. Also paths given as URLs, and mounts."""
 
 from __future__ import annotations
 
@@ -63,6 +63,22 @@ def create_file(path: Path, content: bytes) -> bool:
 def _temporary_path(path: Path) -> Path:
     """Return a random name in the same directory. A process id is not unique: threads share one, and so can containers."""
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+
+
+def mounts_of(device: int) -> list[tuple[str, list[str]]]:
+    """Return the file system type and the mount options of each mount of a device (`st_dev`). Empty where Linux does not say."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    mounts = [line.partition(" - ") for line in lines if line.split()[2] == number]
+    # After the dash: type, source, options of the file system. Before it, the sixth field has those of the mount.
+    return [
+        (after.split()[0], [*before.split()[5].split(","), *after.split()[-1].split(",")])
+        for before, dash, after in mounts
+        if dash
+    ]
 
 
 def local_path(name: str | Path) -> Path:

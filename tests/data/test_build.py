@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from fetching import HASTE, loopback_hub  # noqa: F401 - a fixture
 from loopback_hub import Hub
 
+from argosy.cli.data_build import Only
+from argosy.cli.data_build import build as build_command
 from argosy.config.resolve import resolve
 from argosy.data.build_corpora import Share, build, share_of
 from argosy.data.corpus.corpus_manifest import read_manifest
@@ -19,9 +24,9 @@ from argosy.data.curate.curate_work import REPORT_FILE
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
-from argosy.errors import ArgosyError
+from argosy.errors import EXIT_RESUMABLE, ArgosyError
 from argosy.files import replace_file
-from argosy.launch.place import place
+from argosy.launch.place import place as place_run
 
 
 @pytest.fixture
@@ -83,6 +88,29 @@ def test_a_corpus_is_curated_by_several_workers_as_by_one(
     assert len(one) == 6
 
 
+def test_without_locks_a_worker_that_others_have_to_finish_asks_to_be_run_again(
+    recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"inputs": [str(tmp_path / "text.jsonl")], "shards": 2, "curate": ["exact_duplicates"]}
+    path = recipe(prepare=made)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setenv("ARGOSY_WORKERS", "2")
+
+    def code_of(index: int) -> int:
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        try:
+            build_command([str(path)], Only.prepare)
+        except typer.Exit as end:
+            return end.exit_code
+        return 0
+
+    assert [code_of(index) for index in (0, 1, 0, 1)] == [EXIT_RESUMABLE, EXIT_RESUMABLE, 0, 0]
+
+
 def test_a_curation_that_was_killed_before_its_report_gets_it_from_the_next_build(
     recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,16 +132,23 @@ def test_a_curation_that_was_killed_before_its_report_gets_it_from_the_next_buil
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [({"shuffle": 1}, "leave shuffle out"), ({"as_text": True}, "leave as_text out"), ({}, "did you mean length?")],
+    ("keys", "place", "message"),
+    [
+        ({"shuffle": 1}, "shuffle", "leave shuffle out"),
+        ({"as_text": True}, "as_text", "leave as_text out"),
+        ({}, "curate.0", "did you mean length?"),
+        ({"curate": ["exact_duplicates", "length"]}, "curate", "put length before"),
+        ({"curate": ""}, "curate", "leave curate out"),
+    ],
 )
 def test_a_wrong_curation_is_refused_before_anything_is_launched(
-    recipe: Callable[..., Path], keys: dict[str, Any], message: str
+    recipe: Callable[..., Path], keys: dict[str, Any], place: str, message: str
 ) -> None:
     path = recipe(prepare={"inputs": ["x"], "curate": ["lenght"], **keys})
     with pytest.raises(ArgosyError) as refused:
-        place(path, ["cluster={target: slurm, gpus: 0, ranks: 1, nodes: 1}"])
+        place_run(path, ["cluster={target: slurm, gpus: 0, ranks: 1, nodes: 1}"])
     assert message in refused.value.fix
+    assert refused.value.key == f"data.train.0.prepare.{place}"
 
 
 def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(

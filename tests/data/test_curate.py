@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,11 @@ from argosy.data.curate.curate_job import curate
 from argosy.data.curate.curate_report import CurationReport
 from argosy.data.curate.curate_work import CurateSharing
 from argosy.data.curate.curated_part import CuratedPartMaker
-from argosy.data.curate.curated_shards import WriteKept
+from argosy.data.curate.curated_shards import ShardWriter, WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
-from argosy.data.prepare import part_runner
+from argosy.data.prepare import claim, part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.work import PrepareOptions
@@ -41,6 +43,7 @@ from argosy.data.text.inputs import find_inputs
 from argosy.data.text.readers import all_texts
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from argosy.files import create_file
 
 SECRET = "what is the capital of the small country that lies between the two seas of the north"
 
@@ -186,6 +189,32 @@ def test_without_locks_machines_do_their_own_shards_and_run_again(
     assert run(path, machine=1, machines=2)[1] == reference[1]
 
 
+@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+def test_two_writers_of_one_shard_do_not_write_into_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str | None
+) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(99)))
+    keys: dict[str, Any] = {
+        "inputs": [str(tmp_path / "in.jsonl")],
+        "steps": ["exact_duplicates"],
+        "tokenizer": tokenizer,
+    }
+    _, expected = run(write(tmp_path / "alone" / "p.yaml", tmp_path, **keys))
+    finish = ShardWriter.finish
+
+    def finish_while_another_begins(writer: ShardWriter) -> dict[str, Any]:
+        other = ShardWriter(writer.work, 0, writer.duplicates)
+        facts = finish(writer)
+        other.add("00000-000000")
+        assert finish(other) == facts
+        # What a killed process left is removed at the end.
+        ShardWriter(writer.work, 0, writer.duplicates)
+        return facts
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_while_another_begins)
+    assert run(write(tmp_path / "p.yaml", tmp_path, **keys))[1] == expected
+
+
 def test_a_nested_field_is_found_as_a_nested_key_is(tmp_path: Path) -> None:
     records = [{"meta": {"body": f"text {lang}", "lang": lang}} for lang in ("en", "de")]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -204,16 +233,38 @@ STOPS: dict[str, tuple[type, str]] = {
 }
 
 
-def _task(path: Path, machine: int, machines: int, stops_at: str | None) -> None:
+STARTED: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def no_child_outlives_its_test() -> Iterator[None]:
+    """Kill the tasks that a test has left, also those that are stopped."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.join()
+
+
+def _task(path: Path, machine: int, machines: int, stops_at: str | None, done: int) -> None:
     if stops_at is not None:
-        setattr(*STOPS[stops_at], lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        (owner, name), calls = STOPS[stops_at], itertools.count()
+        call = getattr(owner, name)
+
+        def stop(*given: Any) -> Any:
+            if next(calls) == done:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return call(*given)
+
+        setattr(owner, name, stop)
     assert curate(read_pipeline(path), CurateSharing(1, machine, machines)) is not None
 
 
-def start(path: Path, machine: int = 0, machines: int = 1, stops_at: str | None = None) -> Any:
-    """Start a task. `stops_at` names work at which it stops, holding what it has taken."""
-    process = FORK.Process(target=_task, args=(path, machine, machines, stops_at))
+def start(path: Path, machine: int = 0, machines: int = 1, stops_at: str | None = None, done: int = 0) -> Any:
+    """Start a task. `stops_at` names work at which it stops, holding what it has taken, after `done` pieces of it."""
+    process = FORK.Process(target=_task, args=(path, machine, machines, stops_at, done))
     process.start()
+    STARTED.append(process)
     return process
 
 
@@ -234,12 +285,11 @@ def test_a_killed_job_goes_on_to_the_same_bytes(
     path = write(tmp_path / "p.yaml", raw, shards=3, fields=["url"])
     parts = tmp_path / "out" / ".parts"
     # Killed with some parts made, and again during the search.
-    for sign in ("00000-000002.json", "pairs-*"):
-        process = start(path)
-        while process.is_alive() and not list(parts.glob(sign)):
-            time.sleep(0.002)
+    for work, files in (("part", "*-*.json"), ("search", "pairs-*")):
+        process = start(path, stops_at=work, done=2)
+        wait_to_stop(process)
         kill(process)
-        assert not (tmp_path / "out" / "curation.json").exists()
+        assert len(list(parts.glob(files))) >= 2
     assert run(path)[1] == reference[1]
 
 
@@ -274,6 +324,27 @@ def test_what_killed_tasks_had_taken_is_done_by_others_and_late_tasks_change_not
     for machine in (0, 2):
         assert run(path, machine=machine, machines=3) == (report, content)
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_task_that_starts_while_another_one_writes_the_report_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n' * 9)
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=[])
+    made = []
+
+    def create_after_the_end(plan: Path, content: bytes) -> bool:
+        monkeypatch.setattr(claim, "create_file", create_file)
+        made.append(run(path, machine=0, machines=2))
+        if not removed:
+            plan.parent.mkdir()
+            plan.write_bytes(content)
+        return create_file(plan, content)
+
+    monkeypatch.setattr(claim, "create_file", create_after_the_end)
+    assert run(path, machine=1, machines=2) == made[0]
+    assert not (tmp_path / "out" / ".parts").exists()
 
 
 @pytest.mark.parametrize("tokenizer", [None, "bytes"])
@@ -405,6 +476,25 @@ def test_a_corpus_of_another_command_is_not_written_over(tmp_path: Path) -> None
     with pytest.raises(ArgosyError, match="already holds"):
         run(path)
     assert run(path, overwrite=True)[0] is not None
+
+
+def test_a_result_that_another_command_replaced_is_not_taken_for_the_own(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n' * 3)
+    inputs = [str(tmp_path / "in.jsonl")]
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=inputs, steps=["exact_duplicates"], tokenizer="bytes")
+
+    def share(machine: int, **options: Any) -> Any:
+        sharing = {"workers": 1, "machine": machine, "machines": 2, "shards": 2} | options
+        return prepare(inputs, ByteTokenizer(), tmp_path / "out", PrepareOptions(**sharing))
+
+    share(0)
+    assert share(1) == share(0)
+    run(path, overwrite=True)
+    with pytest.raises(ArgosyError, match="already holds"):
+        share(0)
+    share(0, overwrite=True, machines=1)
+    with pytest.raises(ArgosyError, match="already holds"):
+        run(path)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -23,8 +23,8 @@ import zstandard
 import forking
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
+from argosy.data.prepare import claim, part_runner, work
 from argosy.data.prepare import job as preparing
-from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.parts import PartOptions
 from argosy.data.prepare.work import PrepareOptions, Work
@@ -33,6 +33,7 @@ from argosy.data.text import engines
 from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
+from argosy.files import create_file
 from forking import Popen
 
 
@@ -124,6 +125,31 @@ def test_a_machine_that_comes_after_the_end_says_so_and_touches_nothing(
     share(0, overwrite=True, shuffle_seed=1)
     with pytest.raises(ArgosyError, match="with other options"):
         share(0)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_machine_that_starts_while_another_one_ends_the_job_has_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "x"}\n' * 9)
+
+    def share(machine: int) -> object:
+        options = PrepareOptions(workers=1, shards=2, machine=machine, machines=2)
+        return prepare([str(tmp_path / "x.jsonl")], ByteTokenizer(), tmp_path / "out", options)
+
+    made = []
+
+    def create_after_the_end(plan: Path, content: bytes) -> bool:
+        monkeypatch.setattr(claim, "create_file", create_file)
+        made.extend((share(0), share(1)))
+        if not removed:
+            plan.parent.mkdir()
+            plan.write_bytes(content)
+        return create_file(plan, content)
+
+    monkeypatch.setattr(claim, "create_file", create_after_the_end)
+    assert share(1) == made[1] is not None
+    assert not (tmp_path / "out" / ".parts").exists()
 
 
 def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str], tmp_path: Path) -> None:

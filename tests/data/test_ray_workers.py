@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +122,42 @@ def test_a_cluster_that_does_not_answer_as_its_address_says_is_refused_with_both
     assert refusal.value.code == "launch.environment"
     assert "ray://HEAD:10001" in refusal.value.fix
     assert "HEAD:6379 without ray://" in refusal.value.fix
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_connection_that_was_lost_between_two_calls_asks_to_run_the_command_again(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    class Ray:
+        initialized = not is_known
+
+        @classmethod
+        def is_initialized(cls) -> bool:
+            return cls.initialized
+
+        @classmethod
+        def lose(cls, *_: Any, **__: Any) -> None:
+            assert cls.initialized, "Ray starts a cluster of its own"
+            cls.initialized = False
+            raise Exception("Ray Client is not connected. Please connect by calling `ray.init`.")
+
+        cluster_resources = wait = get = lose
+
+    class Actor:
+        make = type("Method", (), {"remote": Ray.lose})
+
+    workers = object.__new__(RayWorkers)
+    workers._ray, workers._address = Ray, "ray://head:10001"
+    add_workers = workers._add_workers
+    monkeypatch.setattr(workers, "_add_workers", lambda: None)
+    calls: list[Callable[[], object]] = [
+        add_workers,
+        lambda: list(workers._wait()),
+        lambda: next(workers.run(iter([("part", None)]))),
+    ]
+    for call in calls:
+        Ray.initialized = not is_known
+        workers._starting, workers._busy, workers._idle = {}, {"reference": (Actor, None)}, [Actor]
+        with pytest.raises(ArgosyError, match="the connection to the Ray cluster at ray://head:10001 was lost") as lost:
+            call()
+        assert "run the same command again" in lost.value.fix

@@ -25,13 +25,16 @@ def build(
     A corpus with a recipe (data.train.N.prepare) is fetched, curated if the recipe has steps, and prepared unless it exists.
 
     It can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array divide the work by their index; `argosy
-    launch` starts them.
+    launch` starts them. Exit code 75: shares of others are missing and the file system has no locks, so run the same command again.
     """
     from argosy.config.resolve import resolve
+    from argosy.data.build_corpora import awaits_others, share_of
     from argosy.data.build_corpora import build as run
-    from argosy.data.build_corpora import share_of
+    from argosy.errors import EXIT_RESUMABLE
 
     path, overrides = run_and_overrides(arguments)
     spec = resolve(require_run(path), overrides, elsewhere=True).spec
     for line in run(spec, share_of(os.environ), only):
         print(line, flush=True)
+    if only is not Only.fetch and awaits_others(spec):
+        raise typer.Exit(EXIT_RESUMABLE)

@@ -51,6 +51,7 @@ def curate(
     from argosy.data.curate.curate_job import preview_of
     from argosy.data.curate.curate_work import CurateSharing
     from argosy.data.curate.pipeline_spec import read_pipeline
+    from argosy.errors import EXIT_RESUMABLE
 
     chosen = read_pipeline(pipeline, output=None if output is None else str(output))
     sharing = CurateSharing(
@@ -68,5 +69,5 @@ def curate(
         print(
             f"{chosen.spec.output}: machine {shard_index} of {shard_count} has done its share; the file system has no locks, so run the same command again when the others have ended"
         )
-    else:
-        print(json.dumps(asdict(report), indent=2) if as_json else report.table())
+        raise typer.Exit(EXIT_RESUMABLE)
+    print(json.dumps(asdict(report), indent=2) if as_json else report.table())

@@ -163,6 +163,14 @@ def _check_recipes(spec: RunSpec) -> None:
 def _check_curation(spec: RunSpec, recipe: PrepareSpec, key: str) -> None:
     if recipe.curate is None:
         return
+    if recipe.curate == "":
+        raise ArgosyError(
+            "config.bad-value",
+            "no pipeline file is named",
+            key=f"{key}.curate",
+            value="",
+            fix="name a pipeline file, list steps, or leave curate out",
+        )
     if task_of(spec).records != "texts":
         raise ArgosyError(
             "config.conflict",

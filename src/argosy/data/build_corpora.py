@@ -87,7 +87,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
     )
     for source, recipe in recipes:
         corpus = local_path(source.path)
-        if (corpus / FILE_NAME).exists() and not (recipe.curate is not None and is_unfinished(corpus)):
+        if _is_built(corpus, recipe):
             if tokenizer is not None:
                 _require_same_tokenizer(corpus, tokenizer)
             yield f"{corpus}: already exists"
@@ -99,6 +99,19 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         elif tokenizer is not None:
             chat = format_for(task_of(spec), _tokenizer_of(spec), recipe.chat_template)
             yield _prepare(recipe, source, corpus, tokenizer, chat, share)
+
+
+def awaits_others(spec: RunSpec) -> bool:
+    """Return True if a curation is not finished after `build`: the file system has no locks, and shares of others are missing."""
+    recipes = [(source.path, source.prepare) for source in spec.data.sources.values()]
+    return any(
+        recipe is not None and recipe.curate is not None and not _is_built(local_path(path), recipe)
+        for path, recipe in recipes
+    )
+
+
+def _is_built(corpus: Path, recipe: PrepareSpec) -> bool:
+    return (corpus / FILE_NAME).exists() and not (recipe.curate is not None and is_unfinished(corpus))
 
 
 def raw_directory(source: DataSource, recipe: PrepareSpec) -> str:

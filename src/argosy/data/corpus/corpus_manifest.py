@@ -6,6 +6,7 @@ directory are refused.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -101,8 +102,24 @@ class Manifest(_Part):
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write manifest.json atomically, and sync it to disk."""
-    content = manifest.model_dump_json(indent=2, exclude={"chat"} if manifest.chat is None else None)
-    replace_file(directory / FILE_NAME, content.encode() + b"\n", sync=True)
+    replace_file(directory / FILE_NAME, _content(manifest), sync=True)
+
+
+def manifest_hash(manifest: Manifest) -> str:
+    """Return the sha256 of the file that `write_manifest` writes."""
+    return hashlib.sha256(_content(manifest)).hexdigest()
+
+
+def stored_manifest_hash(directory: Path) -> str:
+    """Return the sha256 of manifest.json, or an empty string if there is none."""
+    try:
+        return hashlib.sha256((directory / FILE_NAME).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
+def _content(manifest: Manifest) -> bytes:
+    return manifest.model_dump_json(indent=2, exclude={"chat"} if manifest.chat is None else None).encode() + b"\n"
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -39,10 +39,11 @@ from argosy.data.curate.duplicate_search import Duplicates, JobParts, SearchTask
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
 from argosy.data.prepare.part_runner import PartRunner
-from argosy.data.prepare.parts import PartName, cannot_write, clear_unfinished
+from argosy.data.prepare.parts import PartName, cannot_write
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.workers import Task
 from argosy.data.text.inputs import require_no_texts
+from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
 
@@ -72,6 +73,10 @@ def curate(pipeline: Pipeline, sharing: CurateSharing) -> CurationReport | None:
         # Another process may have finished the job just now, and removed its parts.
         if not job.work.is_result():
             raise cannot_write(job.work.output, error) from None
+    except ArgosyError:
+        # A worker failed for the same reason.
+        if not job.is_finished():
+            raise
     finally:
         job.release()
     return CurationReport.read(job.work.output)
@@ -163,7 +168,6 @@ class CurateJob:
 
     def _make_parts(self, shards: list[int], progress: ProgressBar) -> None:
         """Make the parts of these shards, and list them for the other machines."""
-        clear_unfinished(self.work.parts, lambda part: self.work.shard_of(part) in shards)
         found: dict[int, dict[PartName, CuratedFacts]] = {shard: {} for shard in shards}
         for name, facts in self.runner.run(self._tasks(set(shards))):
             if facts.past_end:

@@ -16,20 +16,22 @@ from argosy.data.prepare.work import PARTS
 from argosy.files import local_path
 
 
-def pipeline_of(recipe: PrepareSpec, **keys: Any) -> Pipeline:
-    """Return the pipeline of a recipe, with these keys in place of those of a pipeline file."""
+def pipeline_of(recipe: PrepareSpec, *, steps_key: str = "steps", **keys: Any) -> Pipeline:
+    """Return the pipeline of a recipe, with these keys in place of those of a pipeline file. Errors name its steps by `steps_key`."""
     named = recipe.model_fields_set
     keys |= {"shards": recipe.shards} if "shards" in named else {}
     if isinstance(recipe.curate, str):
         return read_pipeline(local_path(recipe.curate), **keys)
-    return make_pipeline({"steps": recipe.curate} | {key: value for key, value in keys.items() if value is not None})
+    given = {key: value for key, value in keys.items() if value is not None}
+    return make_pipeline({"steps": recipe.curate} | given, steps_key)
 
 
 def check_curations(spec: RunSpec) -> None:
     """Refuse steps that are wrong, before a job is started. A pipeline file may be elsewhere, and is checked where it is."""
-    for source in spec.data.sources.values():
+    for place, source in spec.data.sources.items():
         if source.prepare is not None and isinstance(source.prepare.curate, list):
-            pipeline_of(source.prepare, inputs=["inputs"], output=source.path)
+            steps_key = f"{place}.prepare.curate"
+            pipeline_of(source.prepare, steps_key=steps_key, inputs=["inputs"], output=source.path)
 
 
 def is_unfinished(corpus: Path) -> bool:

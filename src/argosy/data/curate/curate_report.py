@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, TokenizerFacts, write_manifest
+from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, TokenizerFacts, manifest_hash, write_manifest
 from argosy.data.curate.array_file import read_arrays
 from argosy.data.curate.curate_work import QUARANTINE_FILE, REPORT_FILE, CurateWork, part_facts, shard_path
 from argosy.data.curate.curated_part import CuratedFacts, read_heads
+from argosy.data.curate.curated_shards import clear_unfinished_shards
 from argosy.data.curate.duplicate_search import Duplicates, job_parts
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
@@ -37,6 +38,8 @@ class CurationReport:
     sources: list[dict[str, Any]] = field(default_factory=list)
     # A hash of the pipeline and the inputs: the same command later returns this report.
     plan: str = ""
+    # The sha256 of the manifest of a tokenised corpus. Empty: the output is JSON lines.
+    manifest: str = ""
 
     @classmethod
     def read(cls, output: Path) -> CurationReport:
@@ -75,8 +78,11 @@ def finish_curation(work: CurateWork) -> None:
     replace_file(work.output / QUARANTINE_FILE, quarantine, sync=True)
     _check(work, report)
     if work.tokenizer is not None:
-        write_manifest(work.output, _manifest(work, shards, report))
+        manifest = _manifest(work, shards, report)
+        report.manifest = manifest_hash(manifest)
+        write_manifest(work.output, manifest)
     replace_file(work.output / REPORT_FILE, orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n", sync=True)
+    clear_unfinished_shards(work.output)
     shutil.rmtree(work.parts, ignore_errors=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from argosy.data.corpus.corpus_manifest import FILE_NAME
+from argosy.data.corpus.corpus_manifest import FILE_NAME, stored_manifest_hash
 from argosy.data.corpus.indexed import dtype_for
 from argosy.data.curate.curated_part import CuratedFacts, CurateOptions
 from argosy.data.curate.pipeline_spec import Pipeline
@@ -120,7 +120,9 @@ class CurateWork:
             report = orjson.loads((self.output / REPORT_FILE).read_bytes())
         except FileNotFoundError:
             return False
-        return bool(report.get("plan") == self.plan.digest())
+        # Another command may have replaced the corpus and left the report.
+        is_same = report.get("manifest", "") == stored_manifest_hash(self.output)
+        return is_same and bool(report.get("plan") == self.plan.digest())
 
     def clear(self) -> None:
         """Remove the output of another job."""

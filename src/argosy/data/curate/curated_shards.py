@@ -82,12 +82,14 @@ class ShardWriter:
         self.work, self.name, self.duplicates = work, f"shard-{shard:05d}", duplicates
         self._tokens: IndexedWriter | None = None
         self._documents = 0
+        # Where locks fail, another process may be writing the same shard.
+        mark = f".{os.urandom(6).hex()}"
         if work.makes_tokens:
-            self._tokens = IndexedWriter(work.output / self.name, work.dtype, blocks=True)
+            self._tokens = IndexedWriter(work.output / self.name, work.dtype, blocks=True, mark=mark)
             self._path = work.output / f"{self.name}.bin"
         else:
             self._path = work.output / f"{self.name}.jsonl.zst"
-            self._temporary = work.output / f".{self.name}.partial"
+            self._temporary = work.output / f"{self.name}.jsonl.zst{mark}.partial"
             self._file = self._temporary.open("wb")
             self._hash = hashlib.sha256()
 
@@ -124,6 +126,12 @@ class ShardWriter:
         else:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
+
+
+def clear_unfinished_shards(output: Path) -> None:
+    """Remove the temporary files that killed processes left of shards. Before the job is finished, others may be writing them."""
+    for path in output.glob("shard-*.partial"):
+        path.unlink(missing_ok=True)
 
 
 def _count_lines(compressed: bytes) -> int:

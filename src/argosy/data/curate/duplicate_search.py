@@ -8,6 +8,7 @@ A document is number `first document of its part + its place in the part`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -85,6 +86,11 @@ def forget_parts() -> None:
     _marks.cache_clear()
 
 
+def candidates_path(directory: Path, step: int, table: int, part: int) -> Path:
+    """Return the path of the candidates of one range of one table's keys."""
+    return directory / f"pairs-{step}-{table:03d}-{part:05d}"
+
+
 @dataclass(frozen=True)
 class FindCandidates:
     """Find the pairs of documents that share a key of one table, in one range of keys."""
@@ -99,7 +105,7 @@ class FindCandidates:
 
     @property
     def path(self) -> Path:
-        return self.directory / f"pairs-{self.step}-{self.table:03d}-{self.range:05d}"
+        return candidates_path(self.directory, self.step, self.table, self.range)
 
     def run(self) -> None:
         if self.path.exists():
@@ -146,6 +152,8 @@ class ConfirmPairs:
     ranges: int
     threshold: float
     sketch: int
+    # Tables of the step's keys, each of which has candidates in as many ranges.
+    tables: int
 
     @property
     def path(self) -> Path:
@@ -157,8 +165,8 @@ class ConfirmPairs:
         count = int(job_parts(self.directory).firsts[-1])
         low, high = (np.uint64(number * count // self.ranges << 32) for number in (self.range, self.range + 1))
         slices = [np.zeros(0, np.uint64)]
-        for path in sorted(self.directory.glob(f"pairs-{self.step}-*")):
-            pairs = _read_pairs(path)
+        for table, part in itertools.product(range(self.tables), range(self.ranges)):
+            pairs = _read_pairs(candidates_path(self.directory, self.step, table, part))
             slices.append(pairs[np.searchsorted(pairs, low) : np.searchsorted(pairs, high)])
         pairs = np.unique(np.concatenate(slices))
         confirmed = [pairs[:0]]
@@ -213,7 +221,7 @@ def searches(directory: Path, steps: list[ComparingStep]) -> Iterator[list[Searc
         for part in range(ranges)
     ]
     yield [
-        ConfirmPairs(directory, number, part, ranges, step.similarity, step.sketch_size)
+        ConfirmPairs(directory, number, part, ranges, step.similarity, step.sketch_size, step.tables)
         for number, step in enumerate(steps)
         for part in range(ranges)
         if step.similarity
@@ -231,10 +239,12 @@ class Duplicates:
 
 def decide(directory: Path, steps: list[ComparingStep]) -> Duplicates:
     """Return the duplicates: all but the first of each set of connected documents. The first step that finds one removes it."""
-    pattern = ("confirmed-{}-*" if step.similarity else "pairs-{}-*" for step in steps)
+    # A step that confirms its candidates counts by the confirmed pairs alone.
+    listed = [task for phase in searches(directory, steps) for task in phase]
+    tasks = [task for task in listed if isinstance(task, ConfirmPairs) or task.certain]
     by_step = [
-        np.concatenate([np.zeros(0, np.uint64), *map(_read_pairs, sorted(directory.glob(names.format(number))))])
-        for number, names in enumerate(pattern)
+        np.concatenate([np.zeros(0, np.uint64), *(_read_pairs(task.path) for task in tasks if task.step == number)])
+        for number in range(len(steps))
     ]
     pairs = np.concatenate(by_step) if by_step else np.zeros(0, np.uint64)
     first, second = (pairs >> np.uint64(32)).astype(np.int64), (pairs & _LOW).astype(np.int64)

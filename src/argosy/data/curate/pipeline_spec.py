@@ -60,8 +60,8 @@ def read_pipeline(path: Path, **overrides: Any) -> Pipeline:
     return make_pipeline(content | {key: value for key, value in overrides.items() if value is not None})
 
 
-def make_pipeline(content: dict[str, Any]) -> Pipeline:
-    """Check the content of a pipeline file, and build its steps."""
+def make_pipeline(content: dict[str, Any], steps_key: str = "steps") -> Pipeline:
+    """Check the content of a pipeline file, and build its steps. Errors name them by `steps_key`."""
     try:
         spec = PipelineSpec.model_validate(content)
     except ValidationError as error:
@@ -70,10 +70,10 @@ def make_pipeline(content: dict[str, Any]) -> Pipeline:
     counts: Counter[str] = Counter()
     steps = []
     for number, entry in enumerate(spec.steps):
-        name, step = _step(entry, f"steps.{number}")
+        name, step = _step(entry, f"{steps_key}.{number}")
         counts[name] += 1
         steps.append((name if counts[name] == 1 else f"{name}_{counts[name]}", step))
-    _check_order(steps)
+    _check_order(steps, steps_key)
     return Pipeline(spec=spec, steps=tuple(steps))
 
 
@@ -109,7 +109,7 @@ def _check_fields(spec: PipelineSpec) -> None:
             )
 
 
-def _check_order(steps: list[tuple[str, CurationStep]]) -> None:
+def _check_order(steps: list[tuple[str, CurationStep]], key: str) -> None:
     compared: str | None = None
     for label, step in steps:
         if step.compares_documents:
@@ -118,7 +118,7 @@ def _check_order(steps: list[tuple[str, CurationStep]]) -> None:
             raise ArgosyError(
                 "config.conflict",
                 f"{label} comes after {compared}: if it removed the document that {compared} kept, all copies of it would be lost",
-                key="steps",
+                key=key,
                 value=label,
                 fix=f"put {label} before {compared}",
             )

@@ -78,22 +78,38 @@ class OutputClaim:
 
     def take(self) -> bool:
         """Lock the shards to hold. Return False if other processes have finished the whole job."""
+        try:
+            return self._take()
+        except FileNotFoundError:
+            # Another process may have finished the job just now, and removed its parts.
+            if not self.is_finished():
+                raise
+            self.release()
+            return False
+
+    def _take(self) -> bool:
         work, plan = self.work, self.work.parts / "plan"
         if self.is_finished():
             return False
-        if work.is_done() or plan.exists():
-            self._resume_or_clear(plan)
+        if (work.is_done() or plan.exists()) and not self._resume_or_clear(plan):
+            return False
         work.parts.mkdir(parents=True, exist_ok=True)
         # Another machine may have started just now; its plan must be the same.
-        if not create_file(plan, work.plan.content()):
-            self._resume_or_clear(plan)
+        if not create_file(plan, work.plan.content()) and not self._resume_or_clear(plan):
+            return False
         self._locks = PieceLocks(work.parts / "locks")
         self._locks.take_all(self.held, _log.info)
         # The process that held the locks may have finished and removed the parts.
         if not self._locks.is_current():
             self.release()
             return False if work.is_done() else self.take()
-        clear_unfinished(work.parts, lambda part: work.shard_of(part) in self.held)
+        # The job may have been finished before the plan was created.
+        if self.is_finished():
+            self.release()
+            return False
+        # Without locks, another process may be writing these parts.
+        if self._locks.are_kept:
+            clear_unfinished(work.parts, lambda part: work.shard_of(part) in self.held)
         return True
 
     def release(self) -> None:
@@ -102,22 +118,19 @@ class OutputClaim:
             self._locks.close()
             self._locks = None
 
-    def _resume_or_clear(self, plan: Path) -> None:
-        """Keep the parts of the same job, or remove what `--overwrite` may replace. Refuse anything else."""
+    def _resume_or_clear(self, plan: Path) -> bool:
+        """Keep the parts of the same job, or remove what `--overwrite` may replace. Refuse anything else.
+
+        Returns:
+            False if other processes have just finished the whole job.
+        """
         work = self.work
-        if work.is_done():
-            refusal: ArgosyError | None = ArgosyError(
-                "data.output-exists",
-                f"{work.output} already holds a prepared corpus",
-                key="--output",
-                value=str(work.output),
-                fix="choose another directory, or pass --overwrite to replace it",
-            )
-        else:
-            refusal = work.plan.difference(plan.read_bytes(), work.output)
+        refusal = self._refusal(plan)
         # Resume where the last attempt stopped.
         if refusal is None:
-            return
+            return True
+        if work.is_done() and self.is_finished():
+            return False
         if not work.overwrite:
             if work.is_done():
                 # A kill between the manifest and the end of the job leaves the parts.
@@ -135,3 +148,17 @@ class OutputClaim:
                 )
             work.clear()
             shutil.rmtree(work.parts, ignore_errors=True)
+        return True
+
+    def _refusal(self, plan: Path) -> ArgosyError | None:
+        """Return the error that refuses what is in the output, or None if it is an unfinished attempt of the same job."""
+        work = self.work
+        if not work.is_done():
+            return work.plan.difference(plan.read_bytes(), work.output)
+        return ArgosyError(
+            "data.output-exists",
+            f"{work.output} already holds a prepared corpus",
+            key="--output",
+            value=str(work.output),
+            fix="choose another directory, or pass --overwrite to replace it",
+        )

@@ -19,6 +19,7 @@ from argosy.data.corpus.corpus_manifest import (
     Shard,
     Source,
     TokenizerFacts,
+    manifest_hash,
     read_manifest,
     write_manifest,
 )
@@ -45,8 +46,6 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
     for corpus in work.corpora:
         replace_file(corpus / QUARANTINE_FILE, quarantine)
     _check_bad(work, sum(f.documents for f in facts), quarantined)
-    if work.options.machines > 1:
-        replace_file(work.output / PLAN_FILE, work.plan.digest().encode())
     manifests = {}
     for key, corpus in enumerate(work.corpora):
         manifests[corpus] = Manifest(
@@ -63,7 +62,10 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
             quarantined=dict(sorted(quarantined.items())),
             chat=None if work.options.chat is None else _chat_facts(work.options.chat),
         )
-        write_manifest(corpus, manifests[corpus])
+    if work.options.machines > 1:
+        replace_file(work.output / PLAN_FILE, work.result_of(map(manifest_hash, manifests.values())).encode())
+    for corpus, manifest in manifests.items():
+        write_manifest(corpus, manifest)
     shutil.rmtree(work.parts, ignore_errors=True)
     return manifests
 

@@ -5,7 +5,7 @@
     DIR/tokenizer.json           the tokenizer
     DIR/quarantine.jsonl         records that could not be used, with file and offset
     DIR/manifest.json            written last: counts, hashes, fingerprint
-    DIR/.plan                    if several machines made it: the hash of their plan, by which one that comes late knows its job
+    DIR/.plan                    if several machines made it: hashes of their plan and manifest, by which one that comes late knows its job
 
 With several keys, each key has such a directory DIR/KEY, and document n of every key comes from the same record. Inputs are
 split into blocks, each block becomes a part (`argosy.data.prepare.parts`), and the parts of a shard are joined. The shard of a

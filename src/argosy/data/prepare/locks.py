@@ -3,6 +3,9 @@
 A process that finds its shards locked waits until the other process ends, and resumes from there. That happens when a pod is
 recreated while the old pod still runs. The locks are byte ranges of one file, one byte per shard or other piece of work. The
 kernel releases them with the process.
+
+Some file systems grant locks that other machines do not see: FUSE without a lock handler, which is every common mount of an object
+store, and network file systems mounted with local locks. Those locks exclude processes of the same machine only.
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from argosy.files import mounts_of
+
 _BUSY = (errno.EACCES, errno.EAGAIN)
 # The byte that every process of a job locks for reading.
 _PRESENT = 1 << 62
+# Mount options of NFS, Lustre and CIFS with which a machine keeps the locks of byte ranges to itself.
+_LOCAL = {"nolock", "local_lock=all", "local_lock=posix", "localflock", "nobrl"}
 
 
 class PieceLocks:
@@ -29,8 +36,8 @@ class PieceLocks:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        # False on a file system without locks. Then every lock is granted.
-        self.are_kept = True
+        # False if processes of other machines may be granted the same lock. On a file system without locks every lock is granted.
+        self.are_kept = _are_seen_elsewhere(self._fd)
         try:
             # A process that works without a lock of a piece is known to others by this one.
             fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, _PRESENT)
@@ -38,11 +45,18 @@ class PieceLocks:
             self.are_kept = False
 
     def take(self, piece: int, *, wait: bool = False) -> bool:
-        """Lock a piece. Return False if another process holds it and `wait` is False."""
+        """Lock a piece. Return False if another process holds it and `wait` is False.
+
+        Raises:
+            OSError: The file system has locks, but did not answer whether this one is free.
+        """
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, piece)
         except OSError as error:
-            return error.errno not in _BUSY
+            if error.errno in _BUSY:
+                return False
+            if self.are_kept:
+                raise
         return True
 
     def take_all(self, pieces: Iterable[int], report: Callable[[str], None]) -> None:
@@ -59,8 +73,11 @@ class PieceLocks:
 
     def release(self, piece: int) -> None:
         """Unlock a piece."""
-        if self.are_kept:
+        try:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, piece)
+        except OSError:
+            if self.are_kept:
+                raise
 
     def is_current(self) -> bool:
         """Return True if the file is still there, and was not removed while this process waited for a lock."""
@@ -72,6 +89,13 @@ class PieceLocks:
     def close(self) -> None:
         """Release all locks."""
         os.close(self._fd)
+
+
+def _are_seen_elsewhere(fd: int) -> bool:
+    """Return False if the mount of an open file is known to keep locks to one machine."""
+    return not any(
+        kind.startswith("fuse") or not _LOCAL.isdisjoint(options) for kind, options in mounts_of(os.fstat(fd).st_dev)
+    )
 
 
 @contextlib.contextmanager

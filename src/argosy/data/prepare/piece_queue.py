@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from argosy.data.prepare.locks import PieceLocks
 _log = logging.getLogger(__name__)
 # The most pieces of a phase.
 _MOST = 1 << 40
+# How often a process that waits says so.
+_SAY_S = 300.0
 
 
 class PieceQueue:
@@ -34,7 +38,7 @@ class PieceQueue:
         self, locks: PieceLocks, phase: int, kind: str, paths: Mapping[int, Path], is_over: Callable[[], bool]
     ) -> None:
         self._locks, self._first, self._kind, self._paths, self._is_over = locks, phase * _MOST, kind, paths, is_over
-        self._told = False
+        self._next_said = 0.0
 
     def missing(self) -> list[int]:
         """Return the pieces that are not done."""
@@ -59,11 +63,14 @@ class PieceQueue:
 
     def wait(self, missing: list[int]) -> None:
         """Wait until no other process makes the first of the missing pieces."""
-        if not self._told:
-            _log.info("other processes have the last %d of %d %s; waiting", len(missing), len(self._paths), self._kind)
-        self._told = True
-        piece = missing[0]
-        self._locks.take(self._first + piece, wait=True)
+        piece, ended = missing[0], threading.Event()
+        teller = threading.Thread(target=self._tell, args=(len(missing), self._paths[piece], ended), daemon=True)
+        teller.start()
+        try:
+            self._locks.take(self._first + piece, wait=True)
+        finally:
+            ended.set()
+            teller.join()
         self.release(piece)
 
     def divide(self, make: Callable[[list[int]], None], own: Iterable[int] = ()) -> None:
@@ -79,6 +86,13 @@ class PieceQueue:
             finally:
                 for piece in taken:
                     self.release(piece)
+
+    def _tell(self, count: int, path: Path, ended: threading.Event) -> None:
+        """Say what is waited for, at most once in `_SAY_S` seconds, until the wait has ended."""
+        while not ended.wait(max(0.0, self._next_said - time.monotonic())):
+            all_of = len(self._paths)
+            _log.info("other processes have the last %d of %d %s; waiting for %s", count, all_of, self._kind, path)
+            self._next_said = time.monotonic() + _SAY_S
 
     def _is_done(self, piece: int) -> bool:
         return self._paths[piece].exists() or self._is_over()

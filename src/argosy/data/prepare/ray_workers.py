@@ -144,7 +144,8 @@ class RayWorkers:
             self._add_workers()
             while self._idle and (task := again.popleft() if again else next(tasks, None)) is not None:
                 actor = self._idle.pop()
-                self._busy[actor.make.remote(*task)] = actor, task
+                with self._connection():
+                    self._busy[actor.make.remote(*task)] = actor, task
             # A worker is idle only if there is no task left.
             if self._idle and not self._busy:
                 return
@@ -177,10 +178,11 @@ class RayWorkers:
 
     def _add_workers(self) -> None:
         """Start a worker for each CPU that has none."""
-        wanted = int(self._ray.cluster_resources().get("CPU", 0))
-        for _ in range(wanted - len(self._idle) - len(self._busy) - len(self._starting)):
-            actor = self._ray.remote(num_cpus=1)(RayWorker).remote(*self._arguments)
-            self._starting[actor.start.remote(self._proof)] = actor
+        with self._connection():
+            wanted = int(self._ray.cluster_resources().get("CPU", 0))
+            for _ in range(wanted - len(self._idle) - len(self._busy) - len(self._starting)):
+                actor = self._ray.remote(num_cpus=1)(RayWorker).remote(*self._arguments)
+                self._starting[actor.start.remote(self._proof)] = actor
 
     def _wait(self) -> Iterator[tuple[Task, tuple[Any] | None]]:
         """Wait for workers. Yield each task that ended with its answer, or with None if its worker was lost."""
@@ -193,7 +195,8 @@ class RayWorkers:
             starts = reference in self._starting
             actor, task = (self._starting.pop(reference), None) if starts else self._busy.pop(reference)
             try:
-                answer = self._ray.get(reference)
+                with self._connection():
+                    answer = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
                 self._drop_node(actor)
                 self._lost(_START if task is None else task[0], error)
@@ -208,18 +211,31 @@ class RayWorkers:
 
     def _ended(self) -> list[Any]:
         """Return the references of workers that started or ended a task, after a short wait if there is none."""
-        try:
+        with self._connection():
             done, _ = self._ray.wait([*self._starting, *self._busy], num_returns=1, timeout=_LOOK_S)
-        except ConnectionError as error:
-            # Only a client is told. A driver that loses its cluster is ended by Ray.
-            raise ArgosyError(
-                "launch.environment",
-                f"the connection to the Ray cluster at {self._address} was lost: {error}",
-                key="--on",
-                value=self._address,
-                fix="run the same command again: finished parts are kept",
-            ) from None
         return list(done)
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Refuse to go on after the connection was lost. Only a client gets that far: Ray ends a driver that loses its cluster."""
+        lost: Exception | None = None
+        # Ray would start a cluster to answer a client that lost its own.
+        if self._ray.is_initialized():
+            try:
+                yield
+                return
+            except Exception as error:
+                # Ray raises many kinds of exceptions then.
+                if self._ray.is_initialized() and not isinstance(error, ConnectionError):
+                    raise
+                lost = error
+        raise ArgosyError(
+            "launch.environment",
+            f"the connection to the Ray cluster at {self._address} was lost{f': {lost}' if lost else ''}",
+            key="--on",
+            value=self._address,
+            fix="run the same command again: finished parts are kept",
+        ) from None
 
     def _started(self, actor: Any, started: Started) -> None:
         if started.version != __version__:
@@ -249,7 +265,8 @@ class RayWorkers:
         for actor in [actor for actor in self._idle if node is not None and self._nodes[actor] == node]:
             self._idle.remove(actor)
             del self._nodes[actor]
-            self._ray.kill(actor)
+            with self._connection():
+                self._ray.kill(actor)
 
     def _lost(self, name: Any, error: Exception) -> None:
         self._deaths[str(name)] += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from argosy.data.chat.chat_template import ChatFormat
-from argosy.data.corpus.corpus_manifest import FILE_NAME
+from argosy.data.corpus.corpus_manifest import FILE_NAME, stored_manifest_hash
 from argosy.data.corpus.indexed import dtype_for
 from argosy.data.prepare.parts import PartName, PartOptions
 from argosy.data.prepare.work_plan import Plan
@@ -26,7 +26,7 @@ from argosy.errors import ArgosyError
 
 QUARANTINE_FILE = "quarantine.jsonl"
 PARTS = ".parts"
-# The hash of the plan of a finished job of several machines. The bytes of the corpus do not depend on it.
+# The hashes of the plan and the manifests of a finished job of several machines. The bytes of the corpus do not depend on it.
 PLAN_FILE = ".plan"
 
 
@@ -156,9 +156,15 @@ class Work:
         if self.options.machines == 1 or not self.is_done():
             return False
         try:
-            return (self.output / PLAN_FILE).read_text() == self.plan.digest()
+            stored = (self.output / PLAN_FILE).read_text()
         except FileNotFoundError:
             return False
+        # Another command may have replaced the corpus and left the file.
+        return stored == self.result_of(map(stored_manifest_hash, self.corpora))
+
+    def result_of(self, manifests: Iterable[str]) -> str:
+        """Return the content of `.plan`: the hashes of the plan and of the manifests."""
+        return " ".join([self.plan.digest(), *manifests])
 
 
 def corpora_of(output: Path, keys: Sequence[str]) -> list[Path]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from argosy.errors import ArgosyError
 from argosy.extras import install_extra
+from argosy.files import mounts_of
 
 COMPRESSED = (".zst", ".zstd", ".gz", ".xz")
 LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED), ".json.gz", ".json.xz")
@@ -132,13 +133,7 @@ def local_input(path: str) -> InputFile:
 @lru_cache(maxsize=64)
 def _keeps_inodes(device: int) -> bool:
     """Return False for FUSE mounts: FUSE file systems over object stores assign a new inode at each lookup."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
-    except OSError:
-        return True
-    kinds = [fields[fields.index("-") + 1] for fields in mounts if fields[2] == number and "-" in fields]
-    return not any(kind.startswith("fuse") for kind in kinds)
+    return not any(kind.startswith("fuse") for kind, _ in mounts_of(device))
 
 
 def _is_text(path: Path) -> bool:
