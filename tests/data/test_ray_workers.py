@@ -13,6 +13,7 @@ import pytest
 import yaml
 from nasty_texts import PLAIN
 from ray.cluster_utils import Cluster
+from ray.util.client import worker as client_worker
 
 from argosy import __version__
 from argosy.data.curate import curate_work
@@ -27,7 +28,6 @@ from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from ports import free_port
 
-CLIENT_PORT = free_port()
 # A node that is gone is noticed within a second.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
 
@@ -38,7 +38,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(curate_work, "block_size", lambda files: 1 << 15)
     # Neither make a token in the home directory, nor use one that is there.
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK, "ray_client_server_port": CLIENT_PORT}
+    # A busy machine answers late: Ray Client gives up after three tries of 5 to 15 seconds.
+    monkeypatch.setenv("RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S", "240")
+    monkeypatch.setattr(client_worker, "INITIAL_TIMEOUT_SEC", 30)
+    monkeypatch.setattr(client_worker, "MAX_TIMEOUT_SEC", 60)
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK, "ray_client_server_port": free_port()}
     made = Cluster(initialize_head=True, head_node_args=head)
     yield made
     made.shutdown()
@@ -62,7 +66,7 @@ def test_a_lost_node_changes_nothing(
     options = PrepareOptions(workers=1, shards=2)
     prepare(["in.jsonl"], ByteTokenizer(), Path("one"), options)
     # The address of Ray Client here, and that of the cluster below.
-    client = f"ray://127.0.0.1:{CLIENT_PORT}"
+    client = f"ray://127.0.0.1:{cluster.head_node._ray_params.ray_client_server_port}"
     prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=client))
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
