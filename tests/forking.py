@@ -212,7 +212,8 @@ def _serve(connection: socket.socket) -> None:
 def _become(request: dict[str, Any], descriptors: array.array[int]) -> None:
     """Run the command and end, as the interpreter ends."""
     words = request["words"]
-    command = words[2:] if words[:2] == ARGOSY[1:] else []
+    is_argosy = words[:2] == ARGOSY[1:]
+    command = words[2:] if is_argosy else []
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
@@ -223,12 +224,12 @@ def _become(request: dict[str, Any], descriptors: array.array[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
-    sys.argv = ["argosy", *command] if command else words
+    sys.argv = ["argosy", *command] if is_argosy else words
     _show_command_line([sys.executable, *words])
     code: Any = 0
     try:
         _customize_site()
-        if command:
+        if is_argosy:
             sys.modules["__main__"].main()
         else:
             _run_program(words)
