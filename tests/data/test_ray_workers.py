@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from ports import free_port
+from waiting import wait_for
 
 # A node that is gone is noticed within a second.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
@@ -53,6 +55,19 @@ def content(directory: Path) -> dict[str, bytes]:
     return {name: data.replace(str(directory).encode(), b"") for name, data in found.items()}
 
 
+@pytest.mark.slow  # Ray starts a server for each client, and gives up if that takes long
+def test_ray_client_makes_the_same_bytes(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text("\n".join(json.dumps({"text": f"text {number}"}) for number in range(3000)))
+    prepare(["in.jsonl"], ByteTokenizer(), Path("one"), PrepareOptions(workers=1, shards=2))
+    port = cluster.head_node._ray_params.ray_client_server_port
+    client = f"ray://127.0.0.1:{port}"
+    # The head starts it, and does not wait for it.
+    wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+    prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=client))
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
 def test_a_lost_node_changes_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,9 +80,7 @@ def test_a_lost_node_changes_nothing(
     monkeypatch.chdir(tmp_path)
     options = PrepareOptions(workers=1, shards=2)
     prepare(["in.jsonl"], ByteTokenizer(), Path("one"), options)
-    # The address of Ray Client here, and that of the cluster below.
-    client = f"ray://127.0.0.1:{cluster.head_node._ray_params.ray_client_server_port}"
-    prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=client))
+    prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=cluster.address))
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
     waited, lost = RayWorkers._wait, []

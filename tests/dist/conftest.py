@@ -10,9 +10,9 @@ from dist.pool import Pool
 collect_ignore = [] if ON_GPU else ["test_gpu_ranks.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """One pool of ranks for the whole session."""
+    """One pool of ranks for a file of tests."""
     made = Pool()
     yield made
     made.close()

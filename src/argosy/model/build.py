@@ -63,8 +63,8 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
     A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on their number.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    # What a thread draws for it: for a magnitude, the weight whose norms it is.
-    drawing = {name: shapes[weight_of_magnitude(name) or name].numel() for name in shapes}
+    # What a thread draws for each: for a magnitude, the weight whose norms it is.
+    drawing = {name: shapes[_drawn(name, spec)].numel() for name in shapes}
     waiting = sorted(shapes, key=lambda name: shapes[name].numel())
     drawn: deque[tuple[str, Future[Tensor]]] = deque()
     threads, ranks, ahead = min(16, torch.get_num_threads()), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0
@@ -79,10 +79,15 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
             ahead -= drawing[name]
 
 
+def _drawn(name: str, spec: ModelSpec) -> str:
+    """Return the parameter that is drawn for a parameter's initial value."""
+    return name if spec.lora is None else weight_of_magnitude(name) or name
+
+
 def _first_value(name: str, shapes: Mapping[str, torch.Size], spec: ModelSpec, seed: int) -> Tensor:
-    if (weight := weight_of_magnitude(name)) is not None:
-        return row_norms(initial_value(weight, shapes[weight], spec, seed))
-    return initial_value(name, shapes[name], spec, seed)
+    drawn = _drawn(name, spec)
+    value = initial_value(drawn, shapes[drawn], spec, seed)
+    return value if drawn == name else row_norms(value)
 
 
 def fill_like_initial(name: str, part: Tensor, spec: ModelSpec) -> None:
