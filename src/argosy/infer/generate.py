@@ -18,6 +18,7 @@ from argosy.infer.rank_loading import load_on_ranks
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
 from argosy.parallel.engine import Engine
+from argosy.parallel.host_group import all_gather_json
 from argosy.supervise.world import World
 from argosy.tasks.task import Task
 from argosy.tasks.task_registry import own_task, task_of
@@ -119,8 +120,17 @@ def _go_on(
     )
     # FSDP needs the version counters of its parameters, which inference mode has not. `generate` computes no gradients.
     with torch.inference_mode(engine is None):
-        written = generate(texts, ids, options, stop=eod)
+        written = generate(texts, ids, options, stop=eod, all_finished=_alone if engine is None else _agreed)
     return [tokenizer.decode(own + more) for own, more in zip(prompt_ids, written, strict=True)]
+
+
+def _alone(finished: bool) -> bool:
+    return finished
+
+
+def _agreed(finished: bool) -> bool:
+    """Return whether all ranks have finished. A rank that stopped before the others would leave them waiting in the next pass."""
+    return all(all_gather_json(finished))
 
 
 def _utf8(prompt: str) -> str:
