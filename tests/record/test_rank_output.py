@@ -207,11 +207,13 @@ def test_a_file_system_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> N
 
 def test_a_reader_that_leaves_is_no_end_of_the_log(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
-    process = start(tmp_path / "run", "begin(); print('one', flush=True); time.sleep(1); print('two', flush=True); print('three')", stdout=theirs)  # fmt: skip
+    does = "begin(); print('one', flush=True); input(); print('two', flush=True); print('three')"
+    process = start(tmp_path / "run", does, stdin=subprocess.PIPE, stdout=theirs)
     os.close(theirs)
     assert os.read(ours, 100) == b"one\n"
     os.close(ours)
-    assert process.wait(60) == 0
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0
     assert log(tmp_path / "run") == ["one", "two", "three"]
 
 
