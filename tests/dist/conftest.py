@@ -10,9 +10,9 @@ from dist.pool import Pool
 collect_ignore = [] if ON_GPU else ["test_gpu_ranks.py"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """One pool of ranks for a file of tests."""
+    """One pool of ranks for all tests of a process."""
     made = Pool()
     yield made
     made.close()

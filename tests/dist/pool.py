@@ -7,6 +7,7 @@ pool, and the next case gets a new one.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -20,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
-# Hooks of some engines keep them, and their groups, alive. Each group has a thread of gloo's that wakes hundreds of times a second.
-MOST_CASES = 24
 
 
 class RankFailed(AssertionError):
@@ -32,13 +31,9 @@ class Pool:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._cases = 0
 
     def run(self, n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)`, a function of an importable module, returns on each of n ranks."""
-        if self._cases == MOST_CASES:
-            self.close()
-        self._cases += 1
         self._grow(n)
         with tempfile.TemporaryDirectory() as directory:
             name = f"{function.__module__}:{function.__qualname__}"
@@ -79,7 +74,7 @@ class Pool:
         for process in self._processes:
             process.terminate()
             process.join(5)
-        self._processes, self._pipes, self._cases = [], [], 0
+        self._processes, self._pipes = [], []
 
 
 def _serve(pipe: Connection, place: int) -> None:
@@ -90,6 +85,7 @@ def _serve(pipe: Connection, place: int) -> None:
 
     torch.set_num_threads(1)
     claim(place)
+    caches = _caches()
     gc.freeze()  # as in conftest.py
     gc.unfreeze = lambda: None  # type: ignore[assignment]
     while True:
@@ -113,13 +109,30 @@ def _serve(pipe: Connection, place: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget_meshes()
+            _forget_meshes(caches)
 
 
-def _forget_meshes() -> None:
-    """DTensor remembers layouts by the shape of their mesh, and would find the groups of an earlier case in them."""
+def gloo_threads() -> int:
+    """How many threads of gloo's this process has: one for each group."""
+    return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
+
+
+def _caches() -> list[Any]:
+    """The caches of DTensor's functions that the garbage collector sees."""
+    found: list[Any] = [thing for thing in gc.get_objects() if type(thing) is functools._lru_cache_wrapper]
+    return [cache for cache in found if (cache.__module__ or "").startswith("torch.distributed")]
+
+
+def _forget_meshes(caches: list[Any]) -> None:
+    """DTensor remembers layouts by the shape of their mesh: it would find the groups of an earlier case in them, and keeps them alive.
+
+    Each group of gloo's has a thread that wakes hundreds of times a second.
+    """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor import _redistribute, debug
 
-        for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
-            getattr(debug, name, lambda: None)()
+        getattr(debug, "_clear_fast_path_sharding_prop_cache", lambda: None)()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for cache in (*caches, *_caches()):
+        cache.cache_clear()
+    gc.collect()

@@ -10,7 +10,7 @@ import pytest
 
 from argosy.families.adapter_sizes import is_adapter
 from dist.norms import spread_norm
-from dist.pool import Pool
+from dist.pool import Pool, gloo_threads
 from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_compiled, train_steps
 
 # The second step begins with what the first left: weights, moments, biases of experts, gradients that were to be cleared. Every planted
@@ -170,6 +170,13 @@ def test_the_norm_of_what_is_spread_is_that_of_64_bit_sums_over_the_whole(pool: 
 def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout: str) -> None:
     steps = MORE_STEPS if model == "moe" and layout in LAYOUTS else STEPS
     require_equal(model, layout, run(pool, model, layout, steps=steps))
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "cp=2", "pp=2 dp_shard=2", "dp_shard=2 tp=2"])
+def test_an_engine_that_is_dropped_takes_its_groups_with_it(pool: Pool, layout: str) -> None:
+    """Nothing out of the garbage collector's sight holds it: hooks of parameters are."""
+    run(pool, "gpt", layout)
+    assert pool.run(1, gloo_threads) == [0]
 
 
 @pytest.mark.parametrize(

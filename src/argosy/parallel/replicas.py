@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,10 @@ class GradientSums:
         """Take the next gradient of each of the parameters, by default all, as its last of the step."""
         if not self._hooked:
             self._hooked = True
+            # A parameter's hooks are out of the garbage collector's sight: one that held this object would keep the model and the group.
+            arrived = WeakMethod(self._arrived)
             for parameter in self._bucket_of:
-                parameter.register_post_accumulate_grad_hook(self._arrived)
+                parameter.register_post_accumulate_grad_hook(lambda p: None if (call := arrived()) is None else call(p))
         self._armed.update(self._bucket_of if parameters is None else parameters)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
