@@ -7,6 +7,7 @@ import errno
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from argosy.errors import ArgosyError
 
@@ -65,17 +66,26 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}")
 
 
-def mounts_of(device: int) -> list[tuple[str, list[str]]]:
-    """Return the file system type and the mount options of each mount of a device (`st_dev`). Empty where Linux does not say."""
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class MountInfo(NamedTuple):
+    kind: str  # the file system's type
+    source: str
+    options: list[str]
+
+
+def mounts_of(device: int) -> list[MountInfo]:
+    """Return the mounts of a device (`st_dev`). Empty where Linux does not say."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        lines = _MOUNTS.read_text(errors="replace").splitlines()
     except OSError:
         return []
     mounts = [line.partition(" - ") for line in lines if line.split()[2] == number]
     # After the dash: type, source, options of the file system. Before it, the sixth field has those of the mount.
     return [
-        (after.split()[0], [*before.split()[5].split(","), *after.split()[-1].split(",")])
+        MountInfo(*after.split()[:2], [*before.split()[5].split(","), *after.split()[-1].split(",")])
         for before, dash, after in mounts
         if dash
     ]

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from argosy.checkpoint import manifest
+from argosy import files
 from argosy.checkpoint import save as saving
 from argosy.checkpoint.manifest import VERSION, Checkpoint, TrainProgress, verify
 from argosy.checkpoint.save import save
@@ -60,7 +60,7 @@ def test_where_a_rename_copies_a_checkpoint_is_committed_by_its_manifest(
     mounts.write_text(
         f"36 35 {os.major(device)}:{os.minor(device)} / /data rw - fuse.blobfuse2 blobfuse2 rw,allow_other\n"
     )
-    monkeypatch.setattr(manifest, "_MOUNTS", mounts)
+    monkeypatch.setattr(files, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("a directory was renamed, which copies every file"))
     root = tmp_path / "checkpoints"
     for step in (1, 2):

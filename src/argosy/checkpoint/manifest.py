@@ -29,6 +29,7 @@ from pydantic import Field, ValidationError
 from argosy.checkpoint.disk import Written, hash_file, write_bytes
 from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
 from argosy.errors import ArgosyError
+from argosy.files import mounts_of
 from argosy.parallel.host_group import ALONE, HostGroup
 from argosy.untrusted import MIB, read_regular
 
@@ -42,7 +43,6 @@ _LARGEST = 256 * MIB
 _THREADS = min(4, os.cpu_count() or 1)
 # The mark of a directory that is no checkpoint yet.
 INCOMPLETE = "incomplete"
-_MOUNTS = Path("/proc/self/mountinfo")
 _STORES = ("blobfuse", "gcsfuse", "s3fs", "goofys", "mountpoint-s3", "rclone")
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
@@ -235,19 +235,12 @@ def corrupt(what: str) -> ArgosyError:
 def copies_to_rename(directory: Path) -> bool:
     """Return whether the file system of a directory renames by copying, by the type of its mount."""
     nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    device = os.stat(nearest).st_dev
-    try:
-        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
-    except OSError:
-        # Not Linux.
-        return False
-    # Fields: id, parent, major:minor, root, mount point, options, any number of others, "-", type, source.
-    types = [
-        f"{fields[fields.index('-') + 1]} {fields[fields.index('-') + 2]}".lower()
-        for fields in mounts
-        if fields[2] == f"{os.major(device)}:{os.minor(device)}"
-    ]
-    return any(name.startswith("fuse") and store in name for name in types for store in _STORES)
+    # Some are mounted as plain `fuse`, and their source has the name.
+    return any(
+        mount.kind.startswith("fuse") and store in f"{mount.kind} {mount.source}".lower()
+        for mount in mounts_of(os.stat(nearest).st_dev)
+        for store in _STORES
+    )
 
 
 def mark_incomplete(directory: Path) -> None:

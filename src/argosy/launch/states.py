@@ -117,7 +117,9 @@ def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) 
                 now + 20, f"{on} refused to run (exit code {code}): its log says why", "see the log's last lines", name
             )
         elif code == EXIT_RESUMABLE:
-            yield Trouble(now - 10, f"{on} was interrupted and saved (exit code {code})", "launch again to go on", name)
+            yield Trouble(
+                now - 10, f"{on} was interrupted and can go on (exit code {code})", "launch again to go on", name
+            )
         else:
             how = (
                 f"was ended by signal {code - 128}"

@@ -94,7 +94,8 @@ class PieceLocks:
 def _are_seen_elsewhere(fd: int) -> bool:
     """Return False if the mount of an open file is known to keep locks to one machine."""
     return not any(
-        kind.startswith("fuse") or not _LOCAL.isdisjoint(options) for kind, options in mounts_of(os.fstat(fd).st_dev)
+        mount.kind.startswith("fuse") or not _LOCAL.isdisjoint(mount.options)
+        for mount in mounts_of(os.fstat(fd).st_dev)
     )
 
 

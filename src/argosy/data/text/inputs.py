@@ -133,7 +133,7 @@ def local_input(path: str) -> InputFile:
 @lru_cache(maxsize=64)
 def _keeps_inodes(device: int) -> bool:
     """Return False for FUSE mounts: FUSE file systems over object stores assign a new inode at each lookup."""
-    return not any(kind.startswith("fuse") for kind, _ in mounts_of(device))
+    return not any(mount.kind.startswith("fuse") for mount in mounts_of(device))
 
 
 def _is_text(path: Path) -> bool:
