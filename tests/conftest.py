@@ -58,10 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Training collects garbage before its first step: a third of a second for what the test modules have imported, and most tests
-    train for less. What is here once tests are collected stays out of it, and so does what each training found."""
+    train for less. What is here once tests are collected stays out of it. What a training would freeze is not: a model that was in
+    a cycle by then would stay for good, with its process groups and their threads."""
     gc.collect()
     gc.freeze()
-    gc.unfreeze = lambda: None  # type: ignore[assignment]
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 
 
 @pytest.hookimpl(tryfirst=True)

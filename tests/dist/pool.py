@@ -87,7 +87,7 @@ def _serve(pipe: Connection, place: int) -> None:
     claim(place)
     caches = _caches()
     gc.freeze()  # as in conftest.py
-    gc.unfreeze = lambda: None  # type: ignore[assignment]
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     while True:
         try:
             name, arguments, rank, n, store = pipe.recv()
