@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from waiting import PATIENCE_S, wait_for
 
 TOKEN = "a token of the test"
 VIEWPORT = {"width": 1280, "height": 900}
@@ -29,12 +30,17 @@ class Dashboard:
         self._server = uvicorn.Server(uvicorn.Config(make_app(root, TOKEN), log_level="warning"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
+        wait_for(lambda: self._server.started)
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
+
+
+def shown_whole(page: Any) -> None:
+    """Wait until the dashboard's page has drawn all that it asks for: each card and chart comes with an answer of its own, and those
+    above move those below."""
+    page.locator("#pulse", has_text="live").wait_for()
 
 
 @pytest.fixture
