@@ -23,13 +23,3 @@ def wait_for(
         assert time.monotonic() < deadline, otherwise() if otherwise else "what the test waits for did not come to pass"
         time.sleep(every_s)
     return found
-
-
-def settled(what: Callable[[], Any], quiet_s: float = 1.0) -> Any:
-    """The answer of `what` once it has been the same for a while."""
-    found, since = what(), time.monotonic()
-    while time.monotonic() < since + quiet_s:
-        time.sleep(0.05)
-        if (again := what()) != found:
-            found, since = again, time.monotonic()
-    return found
