@@ -47,7 +47,7 @@ def test_troubles_of_the_network_do_not_show_in_the_bytes(hub: Hub, tmp_path: Pa
     name, content = one_file(hub)
     hub.faults["big.jsonl.zst"] = list(faults)
     hub.faults["one/file/tree/" + bad.COMMIT] = [bad.status(500), bad.truncated(1), bad.status(429)]
-    go(tmp_path, name, timeout_s=1.0)
+    go(tmp_path, name, timeout_s=3.0)
     assert stored(tmp_path) == {"big.jsonl.zst": content}
     assert not hub.faults["big.jsonl.zst"]
     assert not list(tmp_path.rglob("*.partial"))
