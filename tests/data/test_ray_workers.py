@@ -28,7 +28,7 @@ from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from ports import free_port
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 # A node that is gone is noticed within a second.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
@@ -86,6 +86,9 @@ def test_a_lost_node_changes_nothing(
     waited, lost = RayWorkers._wait, []
 
     def wait(self: RayWorkers) -> Any:
+        if self._starting and not lost:
+            # A worker that starts late would find nothing left to do.
+            self._ray.wait([*self._starting], num_returns=len(self._starting), timeout=PATIENCE_S)
         if len(self._busy) == 2 and not lost:
             lost.append(node)
             cluster.remove_node(node, allow_graceful=False)
