@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from argosy.record.pulse import process_state
+
 PATIENCE_S = 120.0  # nothing that is waited for takes so long, however busy the machine is
 
 
@@ -23,3 +25,8 @@ def wait_for(
         assert time.monotonic() < deadline, otherwise() if otherwise else "what the test waits for did not come to pass"
         time.sleep(every_s)
     return found
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or is a zombie that nobody has waited for yet."""
+    return (process_state(pid) or "Z")[0] == "Z"

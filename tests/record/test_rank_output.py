@@ -30,7 +30,7 @@ from argosy.record.relay import (
     RelayOptions,
     forget_old,
 )  # fmt: skip
-from waiting import PATIENCE_S, wait_for
+from waiting import PATIENCE_S, has_ended, wait_for
 
 SIZED = "import os, time\nwhile not os.get_terminal_size(1).columns: time.sleep(0.01)\n"
 RANK = """
@@ -57,15 +57,8 @@ def start(run: Path, does: str, *, rank: int = 0, ranks: int = 1, **options: obj
 
 def wait_for_relay(run: Path) -> None:
     """Wait until the relay of the last rank has ended: a rank that is killed, or has waited long enough, ends before it."""
-    status = Path("/proc", run.with_name("relay-id").read_text(), "status")
-
-    def has_ended() -> bool:
-        try:
-            return "State:\tZ" in status.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    wait_for(has_ended)
+    relay = int(run.with_name("relay-id").read_text())
+    wait_for(lambda: has_ended(relay))
 
 
 def said(run: Path, does: str, **options: object) -> tuple[str, int]:
