@@ -140,7 +140,9 @@ def test_the_files_of_this_test_are_what_torch_reads(tmp_path: Path) -> None:
     assert all(torch.equal(theirs[name], tensor) for name, tensor in state.items())
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_box_is_read_however_the_tensor_was_cut(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

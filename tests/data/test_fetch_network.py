@@ -65,7 +65,9 @@ FAULTS = st.sampled_from(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     size=st.integers(0, 5000), faults=st.lists(FAULTS, max_size=5), left=st.binary(max_size=40), seed=st.integers(0, 9)
 )
