@@ -129,7 +129,7 @@ def argosy(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the command as a user would, in an empty directory, with options of `subprocess.run`."""
 
     def run(
-        *arguments: object, cwd: Path = tmp_path, timeout: float = 120, **options: Any
+        *arguments: object, cwd: Path = tmp_path, timeout: float = 240, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         return forking.run([str(a) for a in arguments], timeout, cwd=cwd, **options)
 

@@ -326,7 +326,7 @@ def test_the_numbers_are_those_that_were_saved(good: Path) -> None:
 
 
 # Opening a FIFO may block for ever.
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
 def test_a_fifo_is_refused_and_not_waited_for(file: str, copy: Path, tmp_path: Path) -> None:
     (copy / file).unlink(missing_ok=True)

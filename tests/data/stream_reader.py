@@ -18,7 +18,7 @@ from argosy.data.samples.windows import SampleStream, Windows
 BLOCK = 4096
 
 
-def patient(url: str, retry_timeout_s: float = 120.0, attempt_s: float = 10.0) -> ObjectStore:
+def patient(url: str, retry_timeout_s: float = 240.0, attempt_s: float = 10.0) -> ObjectStore:
     """Return a store that waits longer for an answer than any server takes on a busy machine, so that nothing is asked for twice."""
     return ObjectStore(url, retry_timeout_s=retry_timeout_s, attempt_s=attempt_s)
 

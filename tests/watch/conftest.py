@@ -69,7 +69,7 @@ def opened(browser: Any) -> Iterator[Any]:
     """The one page of all tests: a new context for each would take as long as many of the tests."""
     context = browser.new_context(viewport=VIEWPORT, accept_downloads=True)
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(240_000)
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)

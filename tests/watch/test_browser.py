@@ -275,7 +275,7 @@ def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard:
     )
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
     page = context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(240_000)
     page.goto(f"{dashboard.address}/?token={quote('a token of the test')}")
     page.locator("tbody a").click()
     page.locator('[data-card="Events"]').wait_for()
