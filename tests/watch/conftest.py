@@ -13,6 +13,8 @@ import pytest
 from waiting import PATIENCE_S, wait_for
 
 TOKEN = "a token of the test"
+# Of the browser's start, and of whatever is waited for on a page.
+TIMEOUT_MS = 1000 * PATIENCE_S
 VIEWPORT = {"width": 1280, "height": 900}
 
 
@@ -59,7 +61,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no chromium; .ci/run installs Debian's")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is part of argosy[dev]")
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=TIMEOUT_MS)
         yield chromium
         chromium.close()
 
@@ -69,7 +71,7 @@ def opened(browser: Any) -> Iterator[Any]:
     """The one page of all tests: a new context for each would take as long as many of the tests."""
     context = browser.new_context(viewport=VIEWPORT, accept_downloads=True)
     page = context.new_page()
-    page.set_default_timeout(240_000)
+    page.set_default_timeout(TIMEOUT_MS)
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)

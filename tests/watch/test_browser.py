@@ -16,7 +16,7 @@ from argosy.plan.clusters import compare
 from argosy.record.jsonl import JsonlWriter
 from record.run_dirs import log, make_run, record
 from waiting import wait_for
-from watch.conftest import Dashboard, shown_whole
+from watch.conftest import TIMEOUT_MS, Dashboard, shown_whole
 
 
 def chart(page: Any, title: str) -> Any:
@@ -275,7 +275,7 @@ def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard:
     )
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
     page = context.new_page()
-    page.set_default_timeout(240_000)
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(f"{dashboard.address}/?token={quote('a token of the test')}")
     page.locator("tbody a").click()
     page.locator('[data-card="Events"]').wait_for()
