@@ -199,7 +199,7 @@ def _save_by_megatron_core(place: Path, jobs: dict[int, list[str]]) -> None:
     words = [f"{ranks}:{','.join(names)}" for ranks, names in jobs.items()]
     done = subprocess.run(
         [sys.executable, str(script), str(place), *words], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
 
