@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted; Triton reads this when it is imported
 
-# No property is about time: a busy machine is no counter-example.
+# No property is about time: a busy machine is no counter-example. A test that suppresses other checks has to repeat this one.
 settings.register_profile("argosy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")
 
@@ -130,7 +130,7 @@ def argosy(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the command as a user would, in an empty directory, with options of `subprocess.run`."""
 
     def run(
-        *arguments: object, cwd: Path = tmp_path, timeout: float = 120, **options: Any
+        *arguments: object, cwd: Path = tmp_path, timeout: float = 240, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         return forking.run([str(a) for a in arguments], timeout, cwd=cwd, **options)
 

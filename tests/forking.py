@@ -76,7 +76,7 @@ class ForkServer:
     def close(self) -> None:
         if self._socket is not None and self._process is not None:
             self._socket.close()
-            self._process.wait(30)
+            self._process.wait(240)
         self._socket = self._process = None
 
 
@@ -105,7 +105,7 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*ends)
 
 
-def run(words: list[str], timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
     """subprocess.run of `argosy WORDS` with captured text."""
     given = options.pop("input", None)
     streams = {

@@ -13,7 +13,7 @@ import pytest
 
 import forking
 from forking import ARGOSY, Popen
-from waiting import wait_for
+from waiting import PATIENCE_S, has_ended, wait_for
 
 
 def waiting(tmp_path: Path, **options: object) -> Popen:
@@ -31,7 +31,7 @@ def test_it_is_a_child_of_this_process_under_its_own_command_line_and_session(tm
         shown = Path(f"/proc/{process.pid}/cmdline")
         wait_for(lambda: shown.read_bytes().rstrip(b"\0").split(b"\0")[1:4] == [b"-m", b"argosy", b"doctor"])
         process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_a_server_of_its_own_ends_with_it(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_server_of_its_own_ends_with_it(tmp_path: Path) -> None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         [server] = wait_for(lambda: children.read_text().split())
         process.kill()
-    wait_for(lambda: not (path := Path(f"/proc/{server}/stat")).exists() or ") Z " in path.read_text())
+    wait_for(lambda: has_ended(int(server)))
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["no-such-verb"], 2)])

@@ -35,7 +35,7 @@ from argosy.watch.run_list import Run, is_held
 from hf_models import save
 
 SECRET = "root:$6$a-hash-that-nobody-else-may-read"
-pytestmark = pytest.mark.timeout(120)  # a FIFO that is opened waits for ever
+pytestmark = pytest.mark.timeout(300)  # a FIFO that is opened waits for ever
 
 
 def tokenizer(pattern: str | None = None) -> str:

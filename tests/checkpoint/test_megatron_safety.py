@@ -276,7 +276,9 @@ def test_a_changed_number_is_found_by_its_checksum(copy: Path, tmp_path: Path) -
         import_megatron(f"megatron:{copy}", tmp_path / "ours")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_whatever_is_changed_the_weights_are_right_or_refused(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -324,7 +326,7 @@ def test_the_numbers_are_those_that_were_saved(good: Path) -> None:
 
 
 # Opening a FIFO may block for ever.
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
 def test_a_fifo_is_refused_and_not_waited_for(file: str, copy: Path, tmp_path: Path) -> None:
     (copy / file).unlink(missing_ok=True)

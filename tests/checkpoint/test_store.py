@@ -20,11 +20,13 @@ from safetensors.torch import load_file
 
 from argosy import files
 from argosy.checkpoint import save as saving
+from argosy.checkpoint import store
 from argosy.checkpoint.manifest import VERSION, Checkpoint, TrainProgress, verify
 from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune
 from argosy.checkpoint.tensors import TensorFile, read_tensors, write_tensors
 from argosy.errors import ArgosyError
+from argosy.parallel.host_group import HostGroup
 from argosy.parallel.shards import Box
 
 
@@ -50,6 +52,27 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for name, tensor in tensors(7).items():
         assert torch.equal(found.weights()[name], tensor)
         assert torch.equal(found.optimizer()[name], -tensor)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    save_step(tmp_path, 1)
+    steps, told = iter((2, 3)), list[str]()
+    monkeypatch.setattr(store, "copies_to_rename", lambda path: copies)
+
+    def verify_late(path: Path, hosts: HostGroup) -> Checkpoint:
+        for step in steps:
+            # Training goes on, and keeps one.
+            save_step(tmp_path, step, keep=1)
+            break
+        return verify(path, hosts)
+
+    monkeypatch.setattr(store, "verify", verify_late)
+    found = latest(tmp_path, report=told.append)
+    assert found is not None
+    assert (found.progress.step, told) == (3, [])
 
 
 def test_where_a_rename_copies_a_checkpoint_is_committed_by_its_manifest(

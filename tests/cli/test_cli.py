@@ -16,6 +16,7 @@ from typer.main import get_command
 from argosy import __version__
 from argosy.cli.app import GROUPS, app
 from forking import ARGOSY, Popen
+from waiting import PATIENCE_S
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Write = Callable[..., Path]
@@ -182,7 +183,7 @@ def test_training_goes_on_when_its_reader_leaves(write_spec: Write, tmp_path: Pa
     os.close(read_end)
     process = Popen([*ARGOSY, "train", str(write_spec())], stdout=write_end, cwd=tmp_path)
     os.close(write_end)
-    process.wait(120)
+    process.wait(PATIENCE_S)
     assert process.returncode == 0
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000006").exists()
 

@@ -18,7 +18,8 @@ from argosy.data.samples.windows import SampleStream, Windows
 BLOCK = 4096
 
 
-def patient(url: str, retry_timeout_s: float = 60.0, attempt_s: float = 1.0) -> ObjectStore:
+def patient(url: str, retry_timeout_s: float = 240.0, attempt_s: float = 10.0) -> ObjectStore:
+    """Return a store that waits longer for an answer than any server takes on a busy machine, so that nothing is asked for twice."""
     return ObjectStore(url, retry_timeout_s=retry_timeout_s, attempt_s=attempt_s)
 
 
@@ -42,7 +43,7 @@ def batches(corpus: Corpus, count: int = 200, seq_len: int = 64, announce: int =
 def main(url: str, cache: str, limit: str, count: str) -> None:
     # A background job would inherit an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store = patient(url, attempt_s=5)
+    store = patient(url)
     corpus = open_streamed(url, Path(cache), json.loads(limit), block_bytes=BLOCK, store=store)
     print("open", flush=True)
     print(batches(corpus, int(count), announce=60), flush=True)

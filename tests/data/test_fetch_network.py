@@ -47,7 +47,7 @@ def test_troubles_of_the_network_do_not_show_in_the_bytes(hub: Hub, tmp_path: Pa
     name, content = one_file(hub)
     hub.faults["big.jsonl.zst"] = list(faults)
     hub.faults["one/file/tree/" + bad.COMMIT] = [bad.status(500), bad.truncated(1), bad.status(429)]
-    go(tmp_path, name, timeout_s=1.0)
+    go(tmp_path, name, timeout_s=3.0)
     assert stored(tmp_path) == {"big.jsonl.zst": content}
     assert not hub.faults["big.jsonl.zst"]
     assert not list(tmp_path.rglob("*.partial"))
@@ -65,7 +65,9 @@ FAULTS = st.sampled_from(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     size=st.integers(0, 5000), faults=st.lists(FAULTS, max_size=5), left=st.binary(max_size=40), seed=st.integers(0, 9)
 )

@@ -188,7 +188,7 @@ from argosy.data.remote.fetch import FetchOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 raw, corpus, keep = sys.argv[1:]
 print("up", flush=True)
-fetch_and_prepare(["some/text"], Path(raw), FetchOptions(workers=2), ByteTokenizer(), Path(corpus),
+fetch_and_prepare(["some/text"], Path(raw), FetchOptions(workers=2, timeout_s=600), ByteTokenizer(), Path(corpus),
                   PrepareOptions(shards=2, workers=1), keep=keep == "keep")
 """
 
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_it_at_once_and_keeps_what_came(hub: Hub, tmp_path: Path) ->
     child = Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: hub.asked("/content/some/text//train/005"))
     child.send_signal(signal.SIGINT)
-    # The process's own timeout for a silent server is twice that.
-    child.communicate(timeout=30)
+    # The process's own timeout for a silent server is longer than that.
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode != 0
     assert len(list((tmp_path / "raw").rglob("00[0-4]*"))) >= 4

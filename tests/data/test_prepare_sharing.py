@@ -35,6 +35,7 @@ from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.files import create_file
 from forking import Popen
+from waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +337,7 @@ def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
 
     monkeypatch.setattr(preparing, "finish", meanwhile)
     made = make(inputs, output, workers=1, shards=2)
-    assert second[0].communicate(timeout=60)[1] == ""
+    assert second[0].communicate(timeout=PATIENCE_S)[1] == ""
     assert second[0].returncode == 0
     assert content(output) == made == make(inputs, tmp_path / "alone", workers=1, shards=2)
 
@@ -361,7 +362,7 @@ else:
         [sys.executable, str(script), str(tmp_path / "out"), *inputs],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert process.returncode != 0

@@ -34,7 +34,7 @@ from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
 from forking import Popen
 from ports import free_port
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 from corpora import write_corpus
@@ -218,8 +218,7 @@ def test_azure_with_faults_gives_the_local_batches(
 
 def test_every_kind_of_fault_is_ridden_out(local: Path, server: FaultyServer, tmp_path: Path) -> None:
     server.at_random(0.3, seed=2)
-    # Longer than any response takes, so that nothing is requested twice.
-    store = patient(f"{server.url}/corpus", attempt_s=30)
+    store = patient(f"{server.url}/corpus")
     corpus = open_streamed(store.url, tmp_path / "cache", block_bytes=BLOCK, store=store)
     assert batches(corpus, announce=200) == batches(open_corpus(local))
     assert set(server.faults) == set(FAULTS)
@@ -626,7 +625,7 @@ def test_processes_share_a_cache(local: Path, server: FaultyServer, tmp_path: Pa
     ]
     expected = batches(open_corpus(local))
     for reader in readers:
-        assert reader.communicate(timeout=60)[0].split() == ["open", expected]
+        assert reader.communicate(timeout=PATIENCE_S)[0].split() == ["open", expected]
     if limit is None:
         # Not three times each; on a busy machine an answer that took too long is asked for again.
         gets = [count for (path, asked), count in server.gets.items() if path.endswith((".bin", ".idx"))]
@@ -656,7 +655,7 @@ def kill_at_random(local: Path, server: FaultyServer, cache: Path, kills: int, s
             reader.communicate()
     server.answer = answer
     last = start_reader(url, cache, SMALL)
-    assert last.communicate(timeout=60)[0].split() == ["open", batches(open_corpus(local))]
+    assert last.communicate(timeout=PATIENCE_S)[0].split() == ["open", batches(open_corpus(local))]
     assert bytes_in(cache) <= SMALL
     with contextlib.closing(open_streamed(url, cache, block_bytes=BLOCK)) as corpus:
         assert np.array_equal(corpus.read(0, corpus.tokens), open_corpus(local).read(0, corpus.tokens))
@@ -687,4 +686,4 @@ def test_ctrl_c_ends_a_reader_at_once_although_the_store_hangs(server: FaultySer
     assert reader.stdout.readline() == "open\n"
     wait_for(lambda: hung)
     reader.send_signal(signal.SIGINT)
-    assert reader.communicate(timeout=60)[0] == ""
+    assert reader.communicate(timeout=PATIENCE_S)[0] == ""

@@ -24,7 +24,6 @@ from argosy.checkpoint.store import listed, verify
 from argosy.errors import EXIT_RESUMABLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import read_jsonl, read_metrics
-from argosy.record.pulse import process_state
 from dist.devices import ON_GPU
 from forking import ARGOSY, Popen
 
@@ -211,10 +210,6 @@ class Run:
         assert self.process is not None
         os.kill(self.process.pid if rank is None else self.pid(rank), number)
         return time.time()
-
-    @staticmethod
-    def is_gone(pid: int) -> bool:
-        return (process_state(pid) or "Z")[0] == "Z"
 
     @property
     def checkpoints(self) -> list[Path]:

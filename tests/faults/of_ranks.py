@@ -12,6 +12,7 @@ import pytest
 
 from argosy.errors import EXIT_BUG, EXIT_RESUMABLE
 from faults.bench import SAVED_EVERY, SOON, Bench, Outcome
+from waiting import has_ended
 
 
 def preempted(bench: Bench) -> Outcome:
@@ -204,7 +205,7 @@ def supervisor_killed(bench: Bench) -> Outcome:
         step = run.newest()
         run.start("--nproc", "2")
         assert run.wait() == 0, run.said
-        assert all(run.is_gone(pid) for pid in ranks)
+        assert all(has_ended(pid) for pid in ranks)
         assert run.result() == bench.undisturbed()
         resumed = run.events("resume")[-1]
         return Outcome("next start bit-equal", recovered_s=resumed["time"] - at, steps_lost=step - resumed["step"])

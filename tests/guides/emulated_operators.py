@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import TracebackType
 
@@ -37,9 +38,11 @@ class EmulatedOperators:
 
     def _work(self) -> None:
         while not self._ended.wait(0.05):
-            for plural, name in list(self.server.objects):
-                if plural in DONE and "status" not in self.server.objects[plural, name]:
-                    self._run(plural, name)
+            for (plural, name), job in list(self.server.objects.items()):
+                if plural in DONE and "status" not in job:
+                    # A command may delete the job meanwhile.
+                    with contextlib.suppress(KeyError):
+                        self._run(plural, name)
 
     def _run(self, plural: str, name: str) -> None:
         labels = self.server.objects[plural, name]["metadata"]["labels"]

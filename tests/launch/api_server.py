@@ -43,7 +43,8 @@ class ApiServer(ObjectStore):
 
     def __init__(self, certificate: Path | None = None) -> None:
         super().__init__()
-        self.token = "loopback-token"
+        self.tokens = {"loopback-token"}
+        self.last_token = ""
         self.logs: dict[str, list[str]] = defaultdict(list)
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.faults: list[int] = []
@@ -121,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         asked = None if found else what_is_asked(self.path)
         state.requests.append((self.command, path, {} if asked is None else asked.query))
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        if (scheme.lower(), token) != ("bearer", state.token):
+        state.last_token = token
+        if scheme.lower() != "bearer" or token not in state.tokens:
             return self._refuse(failure(401, "Unauthorized"))
         if state.faults:
             return self._stumble(state.faults.pop(0))

@@ -263,7 +263,7 @@ def in_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     both = tmp_path / "server.pem"
     both.write_text(certificate.read_text() + (tmp_path / "key").read_text())
     running = ApiServer(both)
-    token.write_text(running.token)
+    token.write_text(*running.tokens)
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(certificate))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
@@ -286,9 +286,15 @@ def test_the_conductor_speaks_for_its_service_account_however_long_it_follows(
     monkeypatch.setattr(incluster_config.InClusterConfigLoader, "__init__", impatient)
 
     def rotate() -> None:
-        server.token = "the-next-one"
-        token.write_text(server.token)
-        server.condition("jobsets", RUN, "Completed")
+        # The kubelet replaces the file while the token before is still good: a request with it may be on its way.
+        server.tokens.add("the-next-one")
+        (token.parent / "next").write_text("the-next-one")
+        (token.parent / "next").replace(token)
+        try:
+            wait_for(lambda: server.last_token == "the-next-one")
+        finally:
+            server.tokens = {"the-next-one"}
+            server.condition("jobsets", RUN, "Completed")
 
     later(rotate, lambda: any(query.get("watch") for _, _, query in server.requests))
     cluster = connect("training", in_cluster=True)

@@ -22,7 +22,7 @@ from argosy.errors import ArgosyError
 from argosy.launch.run_directory import in_cluster, run_directory
 from argosy.record.record_mirror import RecordMirror
 from argosy.record.record_server import DIGEST_VARIABLE, TOKEN_HEADER, RecordServer
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 RUN = "techpulse-7b"
 KEPT = Path(__file__).parents[1] / "kept" / "run"
@@ -132,7 +132,9 @@ def test_the_reader_sends_records_to_the_holder_of_the_token_and_nothing_else(vo
     reader = RecordServer(volume, hashlib.sha256(b"token").hexdigest(), port=0, host="::1", idle_s=30)
     thread = threading.Thread(target=reader.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    with httpx.Client(base_url=f"http://[::1]:{reader.server_port}", headers={TOKEN_HEADER: "token"}) as http:
+    with httpx.Client(
+        base_url=f"http://[::1]:{reader.server_port}", headers={TOKEN_HEADER: "token"}, timeout=PATIENCE_S
+    ) as http:
         for token in ("", "tokens", hashlib.sha256(b"token").hexdigest()):
             assert http.get("/list", headers={TOKEN_HEADER: token}).status_code == 403
         names = [name for name, *_ in http.get("/list", params={"run": RUN}).json()[RUN]]

@@ -99,7 +99,7 @@ class Agents:
         data = None if body is None else json.dumps(body).encode()
         url = f"http://127.0.0.1:{self.ports[node]}{path}"
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return bytes(answer.read())
 
     def start(self, faults: int) -> None:

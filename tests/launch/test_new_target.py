@@ -60,6 +60,9 @@ def test_a_new_target_is_rendered_started_asked_read_and_stopped(
     assert "started in the background" in argosy("launch", spec)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, 240, lambda: argosy("status", spec))
+    # The process that keeps the log writes its first line some time after the first step.
+    log = metrics.with_name("logs") / "1" / "0.log"
+    wait_for(lambda: log.exists() and log.stat().st_size, 240)
     said = argosy("status", spec)
     assert "train      running: in the background" in said
     assert re.search("step [0-9]", said)

@@ -22,7 +22,7 @@ from argosy.supervise.world import find_nodes
 from faults.bench import held
 from forking import ARGOSY, Popen
 from ports import free_port
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 STEPS = 10
 NODES = 2
@@ -90,7 +90,7 @@ class Pods:
 
     def stop(self, node: int) -> None:
         self.running[node].terminate()
-        self.running[node].wait(timeout=60)
+        self.running[node].wait(PATIENCE_S)
 
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.volume.glob("pod-*.log")))
@@ -127,7 +127,7 @@ def pods(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Itera
             cluster=cluster,
             data={"train": "corpus", "seq_len": 32, "split": [90, 10, 0]},
             eval=False,
-            fault={"nodes_wait": 60},
+            fault={"nodes_wait": PATIENCE_S},
             **settings | parts,
         )
         made.append(Pods(spec, target, tmp_path, overrides))
@@ -158,7 +158,7 @@ def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable
             job.start(node)
     else:  # the pod comes back alone; the others have to cope
         job.start(1)
-    codes = [job.running[node].wait(timeout=200) for node in range(NODES)]
+    codes = [job.running[node].wait(2 * PATIENCE_S) for node in range(NODES)]
     assert codes == [EXIT_DONE, EXIT_DONE], job.logs()
     metrics = read_metrics(job.volume / "runs" / "tiny" / "metrics.jsonl")
     assert sorted(metrics)[-1] == STEPS
@@ -174,11 +174,11 @@ def test_launched_again_on_another_number_of_nodes_it_goes_on(pods: Callable[...
     first.wait_for_step(4)
     for node in range(NODES):
         first.running[node].terminate()
-    assert [first.running[node].wait(timeout=90) for node in range(NODES)] == [EXIT_RESUMABLE] * NODES, first.logs()
+    assert [first.running[node].wait(PATIENCE_S) for node in range(NODES)] == [EXIT_RESUMABLE] * NODES, first.logs()
     stopped = max(read_metrics(first.volume / "runs" / "tiny" / "metrics.jsonl"))
     alone = pods("jobset", "cluster.nodes=1", f"train.steps={stopped + 3}", **open_layout)
     alone.start(0)
-    assert alone.running[0].wait(timeout=90) == EXIT_DONE, alone.logs()
+    assert alone.running[0].wait(PATIENCE_S) == EXIT_DONE, alone.logs()
     metrics = read_metrics(alone.volume / "runs" / "tiny" / "metrics.jsonl")
     assert [metrics[step]["samples"] for step in range(stopped - 1, stopped + 4)] == [
         8 * step for step in range(stopped - 1, stopped + 4)

@@ -21,7 +21,7 @@ from argosy.launch.render import render, write
 from argosy.record.jsonl import read_metrics
 from ports import free_port
 from programs import tool
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 SLURM = shutil.which("slurmctld") and shutil.which("slurmd") and os.geteuid() == 0
 
@@ -109,7 +109,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             subprocess.run(["scancel", "--state=PENDING"], check=False)
             for server in reversed(servers):
                 server.terminate()
-                server.wait(timeout=30)
+                server.wait(PATIENCE_S)
 
 
 @pytest.mark.timeout(1500)

@@ -243,7 +243,7 @@ print("compiled")
 
 def test_they_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    found = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
+    found = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=580)
     assert "compiled" in found.stdout, found.stderr
 
 
@@ -284,5 +284,5 @@ print("equal")
 
 def test_what_is_prepared_before_and_set_right_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, timeout=300)
+    found = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, timeout=580)
     assert "equal" in found.stdout, found.stderr

@@ -30,7 +30,7 @@ from argosy.record.relay import (
     RelayOptions,
     forget_old,
 )  # fmt: skip
-from waiting import wait_for
+from waiting import PATIENCE_S, has_ended, wait_for
 
 SIZED = "import os, time\nwhile not os.get_terminal_size(1).columns: time.sleep(0.01)\n"
 RANK = """
@@ -45,6 +45,7 @@ def begin():
 
 run = Path(sys.argv[1])
 output = RankOutput(run, rank=int(sys.argv[2]), ranks=int(sys.argv[3]))
+run.with_name("relay-id").write_text(str(output._relay.pid))
 """
 
 
@@ -54,14 +55,23 @@ def start(run: Path, does: str, *, rank: int = 0, ranks: int = 1, **options: obj
     return subprocess.Popen([sys.executable, "-c", RANK + does, str(run), str(rank), str(ranks)], **pipes)  # type: ignore[call-overload, no-any-return]
 
 
+def wait_for_relay(run: Path) -> None:
+    """Wait until the relay of the last rank has ended: a rank that is killed, or has waited long enough, ends before it."""
+    relay = int(run.with_name("relay-id").read_text())
+    wait_for(lambda: has_ended(relay))
+
+
 def said(run: Path, does: str, **options: object) -> tuple[str, int]:
-    """Run a rank. Return its output, as its parent process sees it, and its exit code."""
+    """Run a rank and its relay. Return the rank's output, as its parent process sees it, and its exit code."""
     process = start(run, does, **options)
-    return process.communicate(timeout=60)[0].decode(), process.returncode
+    text = process.communicate(timeout=PATIENCE_S)[0].decode()
+    wait_for_relay(run)
+    return text, process.returncode
 
 
 def log(run: Path, attempt: int = 1, name: str = "0.log") -> list[str]:
-    """Return the lines of a log, without those of the relay itself."""
+    """Return the lines of a log that is complete, without those of the relay itself."""
+    wait_for_relay(run)
     lines = (run / "logs" / str(attempt) / name).read_text().splitlines()
     return [line for line in lines if not line.startswith(MARK)]
 
@@ -89,7 +99,6 @@ def test_the_last_words_of_one_that_dies_are_kept(does: str, ended_by: int, last
     text, code = said(tmp_path / "run", f"begin(); {does}")
     assert code == -ended_by
     path = tmp_path / "run/logs/1/0.log"
-    wait_for(lambda: path.exists() and ENDING in path.read_text())
     assert log(tmp_path / "run") == text.splitlines()
     assert any(line.startswith(last) for line in log(tmp_path / "run"))
     assert path.read_text().splitlines()[-1].startswith(f"{ENDING}was ended, or crashed")
@@ -106,7 +115,7 @@ def test_a_traceback_is_kept(tmp_path: Path) -> None:
 
 def test_two_streams_stay_two(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "begin(); print('out'); print('err', file=sys.stderr)", stderr=subprocess.PIPE)
-    assert process.communicate(timeout=60) == (b"out\n", b"err\n")
+    assert process.communicate(timeout=PATIENCE_S) == (b"out\n", b"err\n")
     assert sorted(log(tmp_path / "run")) == ["err", "out"]
 
 
@@ -126,7 +135,7 @@ print(os.get_terminal_size(1))"""
     with contextlib.suppress(OSError):
         while data := os.read(terminal, 4096):
             text += data
-            if b"step 2" in data:
+            if text.endswith(b"step 2\r\n"):
                 fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 31, 55, 0, 0))
     assert os.waitpid(pid, 0)[1] == 0
     size = "os.terminal_size(columns={}, lines=31)"
@@ -199,7 +208,7 @@ def test_a_file_system_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> N
     # Opening the pipe blocks until there is a reader, which never comes.
     os.mkfifo(hung / "0.log")
     process = start(tmp_path / "run", "begin()\nfor i in range(100_000): print('line', i, 'x' * 80)\nprint('done')")
-    assert process.communicate(timeout=60)[0].endswith(b"done\n")
+    assert process.communicate(timeout=PATIENCE_S)[0].endswith(b"done\n")
     assert process.returncode == 0
     # Lets the relay exit.
     os.close(os.open(hung / "0.log", os.O_RDWR))
@@ -212,7 +221,7 @@ def test_a_reader_that_leaves_is_no_end_of_the_log(tmp_path: Path) -> None:
     os.close(theirs)
     assert os.read(ours, 100) == b"one\n"
     os.close(ours)
-    process.communicate(b"\n", timeout=60)
+    process.communicate(b"\n", timeout=PATIENCE_S)
     assert process.returncode == 0
     assert log(tmp_path / "run") == ["one", "two", "three"]
 
@@ -225,7 +234,7 @@ for i in range(3): print(i, flush=True)"""
     assert process.stdout is not None
     # The line was forwarded.
     assert process.stdout.readline() == b"one\n"
-    text = process.communicate(b"\n", timeout=60)[0].decode()
+    text = process.communicate(b"\n", timeout=PATIENCE_S)[0].decode()
     assert process.returncode == 0
     assert text.count("the process that keeps this rank's log has ended") == 1
     assert text.splitlines()[1:] == ["0", "1", "2"]
@@ -239,7 +248,7 @@ os._exit(7)"""
     process = start(tmp_path / "run", does, stdin=subprocess.PIPE, stdout=theirs)
     for fd in (ours, theirs):
         os.close(fd)
-    process.communicate(b"\n", timeout=60)
+    process.communicate(b"\n", timeout=PATIENCE_S)
     assert process.returncode == 7
 
 
@@ -253,11 +262,14 @@ sys.exit(7)"""
 
 
 def test_what_a_rank_started_is_heard_after_it_was_killed(tmp_path: Path) -> None:
-    child = "import time; time.sleep(1.5); print('still here', flush=True)"
-    does = f"begin(); subprocess.Popen([sys.executable, '-c', {child!r}]); os.write(1, b'gone\\n'); os.kill(os.getpid(), 9)"
+    child = """import os, sys, time
+while os.getppid() == int(sys.argv[1]): time.sleep(0.01)
+print("still here", flush=True)"""
+    does = f"""begin(); subprocess.Popen([sys.executable, "-c", {child!r}, str(os.getpid())])
+os.write(1, b"gone\\n"); os.kill(os.getpid(), 9)"""
     text, _ = said(tmp_path / "run", does)
     assert text == "gone\nstill here\n"
-    wait_for(lambda: log(tmp_path / "run") == ["gone", "still here"])
+    assert log(tmp_path / "run") == ["gone", "still here"]
 
 
 def test_lines_of_many_ranks_are_not_mixed(tmp_path: Path) -> None:
@@ -267,7 +279,7 @@ def test_lines_of_many_ranks_are_not_mixed(tmp_path: Path) -> None:
     os.close(theirs)
     with os.fdopen(ours) as file:
         lines = file.read().splitlines()
-    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    assert [rank.wait(PATIENCE_S) for rank in ranks] == [0, 0, 0]
     assert sorted(set(lines)) == sorted(f"{r}" * n for r in range(3) for n in (150, 200))
     assert len(lines) == 1800
 
@@ -334,13 +346,18 @@ def test_a_log_is_followed_from_piece_to_piece_and_from_attempt_to_attempt_until
     run.mkdir()
     reader = threading.Thread(target=lambda: lines.extend(read_log(run, 0, follow=True)))
     reader.start()
-    does = "begin()\nfor i in range(4000): print(f'line {i} {\"x\" * 100}')\nsys.stdout.flush(); time.sleep(1.5)"
+    does = "begin()\nfor i in range(4000): print(f'line {i} {\"x\" * 100}')"
     said(run, does, ranks=1 << 20)
-    said(run, "begin(); print('again', flush=True); time.sleep(1.5); print('over')")
+    wait_for(lambda: lines and lines[-1].startswith(ENDING))
+    does = "begin(); print('again', flush=True); input(); print('over')"
+    second = start(run, does, stdin=subprocess.PIPE)
+    wait_for(lambda: lines[-1] == "again")
+    second.communicate(b"\n", timeout=PATIENCE_S)
+    wait_for(lambda: lines[-1].startswith(ENDING))
     assert reader.is_alive()
     with (run / "events.jsonl").open("a") as events:
         events.write('{"event":"done","step":3,"time":1}\n')
-    reader.join(60)
+    reader.join(PATIENCE_S)
     spoken = [line for line in lines if not line.startswith(MARK)]
     assert spoken == [f"line {i} {'x' * 100}" for i in range(4000)] + ["again", "over"]
     assert next(read_log(run, 0, tail=2)) == "over"
@@ -360,7 +377,7 @@ def test_the_log_of_a_run_that_has_ended_is_followed_to_its_end_whoever_spoke_la
         target=lambda: followed.extend(read_log(tmp_path, 0, tail=tail, follow=True)), daemon=True
     )
     reader.start()
-    reader.join(30)
+    reader.join(PATIENCE_S)
     assert not reader.is_alive()
     assert followed == (lines if tail is None else lines[len(lines) - tail :])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +35,22 @@ def test_one_trainer_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> 
     holder.wait()
     run = RunDir(root)
     run.open_for_training()
+    run.close()
+
+
+def test_a_watcher_that_looks_at_the_lock_does_not_refuse_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, waits = RunDir(tmp_path), []
+    with (tmp_path / ".lock").open("w") as watcher:
+        # As `is_held` does, paused before it closes the file. It goes on when the trainer waits for the second time.
+        fcntl.flock(watcher, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda seconds: waits.append(seconds) or len(waits) < 2 or watcher.close())
+        run.open_for_training()
+        monkeypatch.undo()
+    assert len(waits) == 2
+    with pytest.raises(ArgosyError, match="another process is training"):
+        RunDir(tmp_path).open_for_training()
     run.close()
 
 

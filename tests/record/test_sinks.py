@@ -51,7 +51,7 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=5) as reply:
+    with urllib.request.urlopen(url, timeout=waiting.PATIENCE_S) as reply:
         return json.load(reply)
 
 
@@ -242,7 +242,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
     finally:
         os.killpg(server.pid, signal.SIGKILL)
-        server.wait(10)
+        server.wait(waiting.PATIENCE_S)
 
 
 def test_mlflow_has_one_run_with_its_figures_and_parameters(tmp_path: Path, mlflow_server: str) -> None:
@@ -303,14 +303,16 @@ def test_a_prometheus_server_scrapes_the_figures(tmp_path: Path) -> None:
         found = wait_for(lambda: get(query + "argosy_step")["data"]["result"][0])
         assert found["metric"]["run"] == "scraped"
         assert found["value"][1] == "20"
-        page = urllib.request.urlopen(f"http://127.0.0.1:{listener}/metrics", timeout=5).read()
+        page = urllib.request.urlopen(f"http://127.0.0.1:{listener}/metrics", timeout=waiting.PATIENCE_S).read()
         assert page.count(b"# TYPE argosy_validation_loss_a_b gauge") == 1
-        assert get(query + "argosy_time_forward_backward")["data"]["result"][0]["value"][1] == "8"
+        # There is none while the last scrape took longer than its timeout.
+        found = wait_for(lambda: get(query + "argosy_time_forward_backward")["data"]["result"][0])
+        assert found["value"][1] == "8"
         log(run, [30])
         wait_for(lambda: get(query + "argosy_step")["data"]["result"][0]["value"][1] == "30")
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(waiting.PATIENCE_S)
         process.finish(5)
 
 
@@ -362,6 +364,8 @@ def test_a_webhook_written_in_the_spec_is_told_and_stored_nowhere(tmp_path: Path
         run.resolved_file.unlink()
         with serve_sinks(run, asked), JsonlWriter(run.events) as events:
             events.write({"event": "alert", "step": 7, "time": 2.0, "alert": "nan", "text": "the loss is nan"})
+        # The trainer does not wait for the sink process any longer than some seconds.
+        wait_for(lambda: receiver.bodies)
     assert [json.loads(body)["text"] for body in receiver.bodies] == ["hook, step 7: the loss is nan"]
     for file in run.root.rglob("*"):
         assert not file.is_file() or b"T0KEN" not in file.read_bytes(), file

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ports import free_port
+from waiting import PATIENCE_S
 
 Write = Callable[..., Path]
 
@@ -73,7 +74,7 @@ def trace(spec: Path, *overrides: str, ranks: int = 1) -> list[Trace]:
         environment = os.environ | ({key: str(value) for key, value in world.items()} if ranks > 1 else {})
         command = [sys.executable, str(program), str(spec.parent / f"trace{rank}.json"), "train", str(spec), "--quiet"]
         started.append(subprocess.Popen([*command, *overrides], env=environment))
-    assert [process.wait(120) for process in started] == [0] * ranks
+    assert [process.wait(PATIENCE_S) for process in started] == [0] * ranks
     return [_read(spec.parent / f"trace{rank}.json") for rank in range(ranks)]
 
 

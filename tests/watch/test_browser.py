@@ -16,7 +16,7 @@ from argosy.plan.clusters import compare
 from argosy.record.jsonl import JsonlWriter
 from record.run_dirs import log, make_run, record
 from waiting import wait_for
-from watch.conftest import Dashboard
+from watch.conftest import TIMEOUT_MS, Dashboard, shown_whole
 
 
 def chart(page: Any, title: str) -> Any:
@@ -45,10 +45,12 @@ def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboar
         '{"step_s": 9.5, "tokens_per_s_gpu": 850, "mfu": 0.5, "memory_gib": [{"allocated": 2.9}]}'
     )
     page.reload()
+    shown_whole(page)
     page.get_by_role("link", name="sea").click()
     chart(page, "Loss").locator("polyline").wait_for()
     for card in ("Where the time went", "Predicted and measured", "Checkpoints", "Ranks over time", "Events", "Config"):
         page.locator(f'[data-card="{card}"]').wait_for()
+    shown_whole(page)
     whole = drawn_to(page, "Loss")
     box = chart(page, "Loss").bounding_box()
     page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 50)
@@ -84,6 +86,7 @@ def test_a_chart_grows_while_a_training_runs_without_reloading(page: Any, dashbo
     log(run, range(1, 20))
     page.goto(f"{dashboard.address}/#/runs?run=tiny")
     page.reload()
+    shown_whole(page)
     chart(page, "Loss").locator("polyline").wait_for()
     assert page.locator(".tile .state").inner_text() == "running"
     page.evaluate("window.notReloaded = true")
@@ -102,6 +105,7 @@ def test_several_runs_are_compared_on_one_axis_with_their_specs_side_by_side(
     for name, lr in (("warm", "1e-3"), ("hot", "2e-3")):
         log(make_run(tmp_path / "runs" / name, f"optim.lr={lr}"), range(10, 300, 10))
     page.reload()
+    shown_whole(page)
     for name in ("warm", "hot"):
         page.get_by_label(f"compare {name}").check()
     page.get_by_role("button", name="Compare").click()
@@ -119,6 +123,7 @@ def test_runs_are_sorted_by_a_click_or_a_key_on_a_heading(page: Any, dashboard: 
     # A run without the metric is always sorted last.
     make_run(tmp_path / "runs" / "none")
     page.reload()
+    shown_whole(page)
 
     def names() -> list[str]:
         return [str(name) for name in page.locator("tbody a").all_text_contents()]
@@ -143,6 +148,7 @@ def test_a_run_in_trouble_says_so_at_the_top_and_one_without_figures_says_that(
         events.write({"event": "stall", "step": 90, "time": 2.0, "cause": "it reads from a file", **facts})
     page.goto(f"{dashboard.address}/#/runs?run=sunk")
     page.reload()
+    shown_whole(page)
     page.locator(".verdict").wait_for()
     assert "rank 3 made no progress" in page.locator(".verdict").inner_text()
     assert "it reads from a file" in page.locator('[data-card="Events"]').inner_text()
@@ -151,6 +157,7 @@ def test_a_run_in_trouble_says_so_at_the_top_and_one_without_figures_says_that(
     make_run(tmp_path / "runs" / "new")
     page.goto(f"{dashboard.address}/#/runs?run=new")
     page.get_by_text("nothing logged yet").wait_for()
+    shown_whole(page)
     assert "NaN" not in page.locator("main").inner_text()
     assert page.problems == []
 
@@ -168,6 +175,7 @@ def test_hostile_names_are_text_and_no_script_runs(page: Any, dashboard: Dashboa
     (run / "logs/1/0.log").write_text(f"{evil}\n")
     (run / "logs/1/1.log").write_text("rank one\n")
     page.reload()
+    shown_whole(page)
     page.get_by_role("link", name=evil).click()
     page.locator('[data-card="Events"]').wait_for()
     page.locator('[data-card="Log"] pre').get_by_text(evil).wait_for()
@@ -191,6 +199,7 @@ def test_a_file_that_is_cut_or_grows_mid_line_is_shown_as_far_as_it_is_whole(
         file.write(b'{"step": 200, "loss": 1')
     page.goto(f"{dashboard.address}/#/runs?run=torn")
     page.reload()
+    shown_whole(page)
     chart(page, "Loss").locator("polyline").wait_for()
     before = drawn_to(page, "Loss")
     with run.metrics.open("ab") as file:
@@ -205,6 +214,7 @@ def test_a_file_that_is_cut_or_grows_mid_line_is_shown_as_far_as_it_is_whole(
 def test_the_planner_answers_and_refuses_in_the_page(page: Any, dashboard: Dashboard) -> None:
     page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=8xH100")
     page.reload()
+    shown_whole(page)
     page.locator("tbody tr").first.wait_for()
     wait_for(lambda: page.locator(".memory rect").count() > 3)
     advice = answer(ask_planner("gpt2", "8xH100"), top=12).as_dict()
@@ -225,6 +235,7 @@ def test_the_planner_answers_and_refuses_in_the_page(page: Any, dashboard: Dashb
 def test_clusters_are_compared_in_the_page_and_the_cheapest_in_time_is_named(page: Any, dashboard: Dashboard) -> None:
     page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=g5.48xlarge&within=1")
     page.reload()
+    shown_whole(page)
     page.get_by_role("button", name="compare with another cluster").click()
     page.locator("input[name=cluster]").nth(1).fill("1xp5.48xlarge")
     page.get_by_text("more", exact=True).click()
@@ -238,6 +249,7 @@ def test_clusters_are_compared_in_the_page_and_the_cheapest_in_time_is_named(pag
     assert "spot at 50% of on-demand" in page.locator("main").inner_text()
     # The address keeps the question.
     page.reload()
+    shown_whole(page)
     wait_for(lambda: page.locator(".answer").all_text_contents() == [found.verdict()])
     rows.first.locator("a").click()
     page.locator('[data-card="To copy"]').wait_for()
@@ -250,6 +262,7 @@ def test_a_run_is_planned_for_other_gpus_from_its_page(page: Any, dashboard: Das
     log(make_run(tmp_path / "runs" / "sea"), range(10, 100, 10))
     page.goto(f"{dashboard.address}/#/runs?run=sea")
     page.reload()
+    shown_whole(page)
     page.get_by_role("link", name="plan it on other GPUs").click()
     page.locator('[data-card="The run\'s own layout"]').wait_for()
     assert "the run spec's length" in page.locator(".tiles").inner_text()
@@ -262,12 +275,15 @@ def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard:
     )
     context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
     page = context.new_page()
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(f"{dashboard.address}/?token={quote('a token of the test')}")
     page.locator("tbody a").click()
-    page.locator('[data-card="Events"]').wait_for(timeout=60_000)
+    page.locator('[data-card="Events"]').wait_for()
+    shown_whole(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=8xH100&cluster=1xg5.48xlarge")
     page.locator('[data-card="Clusters"]').wait_for()
+    shown_whole(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", background)[:3])) < 150
@@ -285,6 +301,7 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
             file.write(f'{{"step":{step},"steps":{count},"loss":{99 if step == bad else 2 + step % 5 / 10}}}\n')
     page.goto(f"{dashboard.address}/#/runs?run=long")
     page.reload()
+    shown_whole(page)
     chart(page, "Loss").locator("polyline").wait_for()
     wait_for(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
     wait_for(lambda: len(drawn_to(page, "Loss").split()) == 600)
@@ -318,6 +335,7 @@ def test_the_ranks_of_a_run_that_is_over_are_shown_to_the_last_step_however_many
         (run.heartbeats / f"{rank}.json").write_text(beat)
     page.goto(f"{dashboard.address}/#/runs?run=wide")
     page.reload()
+    shown_whole(page)
     heat = page.locator('[data-card="Ranks over time"]')
     wait_for(lambda: heat.count() and re.search("to (799|800);", heat.inner_text()))
     now = page.locator('[data-card="Ranks now"]')
@@ -335,6 +353,7 @@ def test_tips_and_labels_stay_inside_their_chart_whatever_the_runs_are_called(
         log(make_run(tmp_path / "runs" / name), range(10, 1510, 10))
     page.goto(f"{dashboard.address}/#/runs?" + "&".join(f"run={quote(name)}" for name in names))
     page.reload()
+    shown_whole(page)
     chart(page, "Loss").locator("polyline").first.wait_for()
     card = page.locator('[data-chart="Loss"]').bounding_box()
     for share in (0.2, 0.55, 0.95):
@@ -354,6 +373,7 @@ def test_the_content_can_be_skipped_to_with_keys_and_a_run_that_is_deleted_says_
     log(run, range(10, 100, 10))
     page.goto(f"{dashboard.address}/#/runs?run=sea")
     page.reload()
+    shown_whole(page)
     chart(page, "Loss").locator("polyline").wait_for()
     page.locator(".skip").focus()
     page.keyboard.press("Enter")
@@ -367,3 +387,22 @@ def test_the_content_can_be_skipped_to_with_keys_and_a_run_that_is_deleted_says_
     log(make_run(tmp_path / "runs" / "sea"), range(10, 300, 10))
     page.locator(".problem").wait_for(state="detached")
     wait_for(lambda: "290" in page.locator(".tiles").inner_text())
+
+
+def test_a_chart_that_got_no_answer_is_asked_for_again_though_the_run_is_over(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    log(make_run(tmp_path / "runs" / "sea"), range(10, 100, 10))
+    asked = []
+    # The server answers after the first question of the chart has been lost.
+    page.route(
+        re.compile(r"/api/curves\?.*metric=loss"),
+        lambda route: asked.append(route) or (route.abort() if len(asked) == 1 else route.continue_()),
+    )
+    page.goto(f"{dashboard.address}/#/runs?run=sea")
+    page.reload()
+    chart(page, "Loss").locator("polyline").wait_for()
+    shown_whole(page)
+    assert len(asked) > 1
+    assert page.locator(".problem").count() == 0
+    page.unroute_all()

@@ -19,8 +19,8 @@ import pytest
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.run_notes import RunNotes, read_notes, write_notes
 from record.run_dirs import make_run, record
-from waiting import settled, wait_for
-from watch.conftest import TOKEN, VIEWPORT, Dashboard
+from waiting import wait_for
+from watch.conftest import TOKEN, VIEWPORT, Dashboard, shown_whole
 
 START = 1_700_000_000.0
 SENSORS = {
@@ -77,6 +77,7 @@ class Sight:
         """Open a page of the dashboard as a link does. An empty page between makes it start anew."""
         self.page.goto("about:blank")
         self.page.goto(f"{self.address}/#/{path}" + (f"?{urlencode(query, doseq=True)}" if query else ""))
+        shown_whole(self.page)
 
     def chart(self, title: str = "Loss") -> Any:
         return self.page.locator(f'[data-chart="{title}"]')
@@ -99,6 +100,10 @@ class Sight:
 
     def texts(self, selector: str) -> list[str]:
         return [str(text).strip() for text in self.page.locator(selector).all_text_contents()]
+
+    def wait_for_charts(self) -> None:
+        """Wait until each chart has drawn what the server sent for the part of the run that is shown now."""
+        wait_for(lambda: self.page.locator('[data-chart][aria-busy="true"]').count() == 0)
 
     def download(self, button: Any) -> bytes:
         with self.page.expect_download() as found:
@@ -167,7 +172,9 @@ def test_the_tip_goes_with_a_zoom_and_comes_back_with_the_values_that_are_there_
     assert sight.tip() == []
     wait_for(lambda: sight.drawn() != whole)
     assert sight.tip() == []
-    middle = sight.drawn()[len(sight.drawn()) // 2][0]
+    sight.wait_for_charts()
+    points = sight.drawn()
+    middle = points[len(points) // 2][0]
     step = int(sight.point_at(middle)[0].removeprefix("step "))
     assert sight.tip()[1].startswith(f"{loss(step):.4g} loss")
     # By keys as well: the tip of another part of the run would be wrong.
@@ -191,7 +198,8 @@ def test_the_x_axis_counts_steps_tokens_or_time_and_both_scales_are_said_on_the_
     assert sight.texts('[data-chart="Loss"] .x-scale') == ["time since the start, h"]
     sight.page.get_by_label("x axis").select_option("step")
     sight.page.get_by_label("x scale").select_option("log")
-    wait_for(lambda: sight.texts('[data-chart="Loss"] .x-scale') == ["step, log scale"])
+    sight.wait_for_charts()
+    assert sight.texts('[data-chart="Loss"] .x-scale') == ["step, log scale"]
     points = sight.drawn()
     # From 10 to 1,000, step 100 is in the middle of a logarithmic axis.
     assert points[9][0] == pytest.approx((points[0][0] + points[-1][0]) / 2, abs=0.2)
@@ -214,11 +222,11 @@ def test_a_link_shows_the_same_part_axes_charts_and_filter_again(sight: Sight) -
     def shown() -> list[Any]:
         return [sight.drawn(), sight.drawn(curve=1), sight.drawn("tflops")]
 
-    # Each chart draws what the server sends for the zoomed part when it has come.
-    wait_for(lambda: all(len(points) < 90 for points in shown()))
-    before, link = settled(shown), sight.page.url
+    sight.wait_for_charts()
+    before, link = shown(), sight.page.url
     sight.page.goto("about:blank")
     sight.page.goto(link)
+    shown_whole(sight.page)
     wait_for(lambda: shown() == before)
     assert sight.page.get_by_label("x axis").input_value() == "tokens"
     assert sight.page.get_by_label("smoothing").input_value() == "0.6"
@@ -288,7 +296,8 @@ def test_the_table_of_hyper_parameters_and_results_is_sorted_filtered_and_saved(
     link = sight.page.url
     sight.page.goto("about:blank")
     sight.page.goto(link)
-    wait_for(lambda: sight.texts("td.name") == ["young", "old"])
+    shown_whole(sight.page)
+    assert sight.texts("td.name") == ["young", "old"]
     assert "optim.min_lr" in sight.texts("thead th")
 
 

@@ -15,12 +15,13 @@ from argosy.watch.heat import HeatMap
 from argosy.watch.series import Series
 from argosy.watch.server import make_app
 from record.run_dirs import log, make_run, record
+from waiting import PATIENCE_S
 from watch.conftest import TOKEN, Dashboard
 
 
 def client(dashboard: Dashboard, token: str | None = TOKEN) -> httpx.Client:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return httpx.Client(base_url=dashboard.address, headers=headers, timeout=30)
+    return httpx.Client(base_url=dashboard.address, headers=headers, timeout=PATIENCE_S)
 
 
 def test_without_the_token_nothing_is_shown(dashboard: Dashboard) -> None:
@@ -29,7 +30,7 @@ def test_without_the_token_nothing_is_shown(dashboard: Dashboard) -> None:
             for path in ("/", "/api/runs", "/page/app.js", "/?token=wrong"):
                 assert http.get(path).status_code == 401
     # The link sets the cookie.
-    with httpx.Client(base_url=dashboard.address) as http:
+    with httpx.Client(base_url=dashboard.address, timeout=PATIENCE_S) as http:
         assert http.get("/", params={"token": TOKEN}).status_code == 303
         assert http.get("/").status_code == 200
         cookie = http.get("/", params={"token": TOKEN}).headers["set-cookie"].lower()

@@ -23,6 +23,7 @@ from argosy.watch.run_list import Run
 from argosy.watch.run_report import page
 from argosy.watch.screen import screen
 from record.run_dirs import log, make_run
+from waiting import PATIENCE_S
 from watch.conftest import TOKEN, Dashboard
 
 Argosy = Callable[..., subprocess.CompletedProcess[str]]
@@ -134,7 +135,9 @@ def test_a_damaged_run_directory_is_told_of_as_far_as_it_goes(
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_dashboard_answers_for_a_damaged_run_directory(dashboard: Dashboard, tmp_path: Path, what: str) -> None:
     broken_run(tmp_path / "runs" / "broken", BROKEN[what])
-    with httpx.Client(base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+    with httpx.Client(
+        base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S
+    ) as http:
         for path in ("runs", "run?run=broken", "ranks?run=broken", "verdict?run=broken", "config?run=broken"):
             assert http.get(f"/api/{path}").status_code == 200, path
         assert http.get("/api/diff?run=broken&run=broken").status_code == 200
@@ -155,7 +158,9 @@ def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(dashboard: Dashboard, t
     log(make_run(tmp_path / "runs" / "plain"), [10])
     (tmp_path / "runs" / "plain").rename(path)
     assert "odd-\ufffd" in page(Run(path.name, path)).encode().decode()
-    with httpx.Client(base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+    with httpx.Client(
+        base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S
+    ) as http:
         (found,) = http.get("/api/runs").json()
         assert http.get("/api/run", params={"run": found["name"]}).json()["last"]["step"] == 10
 

@@ -51,6 +51,7 @@ def latest(
     """
     faults = []
     bad: list[Path] = []
+    is_pruned = False
     names: list[str] = orjson.loads(hosts.tell(orjson.dumps([path.name for path in listed(root)])))
     for path in (root / name for name in names):
         try:
@@ -58,6 +59,10 @@ def latest(
         except ArgosyError as error:
             if error.code != "checkpoint.corrupt":
                 raise
+            if hosts is ALONE and _is_removed(path):
+                # A run that trains meanwhile has saved newer ones.
+                is_pruned = True
+                continue
             faults.append(error.cause)
             bad.append(path)
             report(f"{path.name} is not used: {error.cause}")
@@ -65,6 +70,8 @@ def latest(
         for damaged in bad if set_aside and hosts.is_first else ():
             damaged.rename(_free_name(damaged))
         return found
+    if is_pruned:
+        return latest(root, report, set_aside=set_aside)
     if faults:
         raise ArgosyError(
             "checkpoint.corrupt",
@@ -76,9 +83,12 @@ def latest(
 
 def listed(root: Path) -> list[Path]:
     """Return the checkpoint directories, newest first. Those being written or removed have other names, or are marked."""
-    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    found = [path for path in found if not is_incomplete(path)]
+    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and not _is_removed(path)]
     return sorted(found, key=step_of, reverse=True)
+
+
+def _is_removed(path: Path) -> bool:
+    return not path.is_dir() or is_incomplete(path)
 
 
 def step_of(path: Path) -> int:

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,8 @@ CHANGES_LATER_STEPS = (
 )  # fmt: skip
 # The exception among them: an optimiser cannot load another's state.
 HELD = ("optim.name",)
+# How long a start waits for watchers to give the lock back. A look takes microseconds, unless the watcher is paused in it.
+_WATCHERS_S, _RETRY_S = 10.0, 0.01
 
 
 Facts = dict[str, Any]
@@ -105,7 +108,7 @@ class RunDir:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take_lock(self._lock)
         except BlockingIOError:
             self.close()
             raise ArgosyError(
@@ -363,3 +366,22 @@ def earlier_versions(document: Document, new: Document, step: int, oldest: int) 
     if step and any(before[part] != new[part] for part in _PARTS):
         kept.append({"until": step, **{part: before[part] for part in _PARTS}})
     return kept
+
+
+def _take_lock(fd: int) -> None:
+    """Take the lock of a trainer. Raises BlockingIOError if another trainer holds it.
+
+    A watcher shares the lock for a moment to see whether a trainer holds it. A lock that this process can share too is held by
+    watchers only, and is tried again.
+    """
+    deadline = time.monotonic() + _WATCHERS_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        time.sleep(_RETRY_S)

@@ -17,6 +17,7 @@ function open() {
     if (link.dataset.page === (PAGES[path] ? path : "runs")) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   shown += 1;
+  pulse.textContent = ""; // "live" once all of this page is shown
   refresh = PAGES[path] ? PAGES[path](main, query) : names.length ? runPage(main, names) : runsPage(main);
   document.title = names.length ? names.join(", ") + " · Argosy" : "Argosy";
   main.focus({ preventScroll: true });
@@ -26,14 +27,11 @@ function open() {
 async function tick(page) {
   if (page !== shown) return;
   if (!document.hidden) {
-    try {
-      await refresh();
-      pulse.textContent = "live";
-      main.querySelector(":scope > .problem")?.remove();
-    } catch (error) {
-      pulse.textContent = "no answer";
-      if (page === shown && !main.querySelector(":scope > .problem")) main.append(el("p", { class: "problem", role: "alert" }, error.message));
-    }
+    const error = await refresh().then(() => null, (failure) => failure);
+    if (page !== shown) return; // the answer is for a page that is no longer shown
+    const told = main.querySelector(":scope > .problem");
+    pulse.textContent = error ? "no answer" : "live";
+    if (!error) told?.remove(); else if (!told) main.append(el("p", { class: "problem", role: "alert" }, error.message));
   }
   setTimeout(() => tick(page), 2000);
 }

@@ -136,7 +136,18 @@ export class Charts {
 
   refreshAll() { return Promise.all(this.drawn.map((one) => this.refresh(one))); }
 
+  // A chart is busy until the answer to its newest question is drawn.
   async refresh(one) {
+    const turn = one.turn = (one.turn || 0) + 1;
+    one.card.setAttribute("aria-busy", "true");
+    try {
+      await this.fetch(one);
+    } finally {
+      if (turn === one.turn) one.card.setAttribute("aria-busy", "false");
+    }
+  }
+
+  async fetch(one) {
     const { range, axis } = this;
     const query = [...this.names.map((name) => ["run", name]), ...one.metrics.map((metric) => ["metric", metric]), ["x", axis]];
     if (range) query.push(["from", range[0]], ["to", range[1]]);

@@ -97,7 +97,12 @@ export function runPage(main, names) {
       return;
     }
     version = now;
-    await Promise.all([charts.refreshAll(), several ? drawSeveral(runs) : drawOne(runs[0]), judge()]);
+    try {
+      await Promise.all([charts.refreshAll(), several ? drawSeveral(runs) : drawOne(runs[0]), judge()]);
+    } catch (error) {
+      version = null; // some of it is not shown: ask again, also if the run does not change any more
+      throw error;
+    }
     if (await samples.refresh()) cards.put("Samples", { wide: true, version: "kept" }, samples.nodes);
   };
 }
