@@ -108,13 +108,13 @@ def prepare(
     tokens the assistant wrote.
     """
     import json
-    import os
 
     from argosy.data.chat.chat_template import format_for
     from argosy.data.prepare.job import prepare as run
     from argosy.data.prepare.prepare_report import describe, parse_share, preview
     from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import load_tokenizer
+    from argosy.host_cores import available_cores
     from argosy.tasks.task_registry import named_task
 
     chosen_task = named_task(task or "causal-lm", key="--task")
@@ -127,7 +127,7 @@ def prepare(
         max_bad=parse_share(max_bad),
         overwrite=overwrite,
         shards=shards,
-        workers=workers or os.cpu_count() or 1,
+        workers=workers or available_cores(),
         machine=shard_index,
         machines=shard_count,
         shuffle_seed=shuffle,
