@@ -18,6 +18,7 @@ from argosy.cli.data_build import Only
 from argosy.cli.data_build import build as build_command
 from argosy.config.resolve import resolve
 from argosy.data.build_corpora import Share, build, share_of
+from argosy.data.chat.chat_template import chat_format
 from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.curate import curate_report
 from argosy.data.curate.curate_work import REPORT_FILE
@@ -157,6 +158,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(
     monkeypatch.chdir(tmp_path)
     vocabulary = train_bpe(["document says 1 2 3"] * 10, 300)
     hub.files["openai/small"] |= {"tokenizer.json": vocabulary.encode(), "model.safetensors": b"not wanted"}
+    hub.files["openai/small"]["chat_template.jinja"] = b"{{ messages }}"
     spec = resolve(recipe(), ["data.tokenizer=hf:openai/small"]).spec
     with pytest.raises(ArgosyError, match="cannot be read") as refused:
         list(build(spec, Share(), "prepare"))
@@ -164,7 +166,8 @@ def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(
     assert not list(build(spec, Share(1, 2), "fetch")), "one worker fetches it"
     [said] = build(spec, Share(0, 2), "fetch")
     directory = Path("tokenizers/hf/openai--small")
-    assert "tokenizer.json of openai/small at commit" in said
+    assert "tokenizer.json, chat_template.jinja of openai/small at commit" in said
+    assert chat_format("hf:openai/small", None).template == "{{ messages }}"
     assert not (directory / "model.safetensors").exists()
     hub.files["openai/small"]["tokenizer.json"] = b"changed since"
     assert "already there" in next(build(spec, Share(), "fetch"))

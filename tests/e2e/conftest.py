@@ -1,15 +1,16 @@
 """Scenario tests on a real cluster. Without a cluster and an image they are not collected.
 
 `ARGOSY_E2E_KUBECONFIG` is the kubeconfig of a cluster, `ARGOSY_E2E_IMAGE` an image of this tree, by digest. `tests/e2e/kind-up` makes both.
-Optional: `ARGOSY_E2E_STORAGE_CLASS`, a class whose volumes many nodes can write (default: a directory of the only node), and
-`ARGOSY_E2E_TARGETS`, the targets whose operators are installed (default: all).
+Optional: `ARGOSY_E2E_STORAGE_CLASS`, a class whose volumes many nodes can write (default: a directory of one node, where all pods then run),
+`ARGOSY_E2E_TARGETS`, the targets whose operators are installed (default: all), and `ARGOSY_E2E_KUBELET`, the kubelet's directory on the
+nodes (default: /var/lib/kubelet). A node needs 2 free cores and 6 GiB of memory; `ARGOSY_E2E_NODES=1` puts the ranks of a run in one pod and needs
+half of the cores.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +42,3 @@ if not collect_ignore_glob:
         """The weights, optimiser state and losses of a run that nothing happened to."""
         cluster.launch("undisturbed", "indexed-job")
         return cluster.bits("undisturbed")
-
-    @pytest.fixture
-    def spec(tmp_path: Path) -> Path:
-        return tmp_path / "run.yaml"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
+import operator
 import os
 import re
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,13 @@ from kubernetes import client, config, stream
 
 from programs import tool
 
+# Seconds that a command, or a change of the cluster, may take; and a test, which consists of several.
 LONGEST_S = 900
+TEST_LONGEST_S = 4 * LONGEST_S
 CLAIM, VOLUME_POD = "volume", "volume"
+HOST_LABEL = "kubernetes.io/hostname"
+# The directory in which the kubelet of a node keeps the volumes of pods.
+KUBELET = os.environ.get("ARGOSY_E2E_KUBELET", "/var/lib/kubelet")
 # Kills the ranks in a pod: processes that the supervisor gave a rank to.
 _KILL_RANKS = """
 import os, pathlib, signal
@@ -73,50 +80,71 @@ class E2eCluster:
             with contextlib.suppress(client.ApiException):
                 self.core.delete_persistent_volume(name)
 
-    def make_volume(self, claim: str, pod: str, *, tmpfs: str | None = None) -> None:
+    def make_volume(self, claim: str, pod: str, *, shared: bool = True) -> None:
         """Make a claim that uid 1000 may write, and a pod of root that mounts it.
 
         Args:
-            tmpfs: The size of a file system in memory, for a volume that can be filled. It is a directory of the only node.
+            shared: Of the storage class, if one is given. Otherwise it is a directory of one node, and every pod that mounts it runs there.
         """
-        wanted: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-        path = f"/tmp/{self.namespace}-{claim}"
-        if self.storage_class is not None and tmpfs is None:
-            wanted["storageClassName"] = self.storage_class
+        if shared and self.storage_class is not None:
+            self._claim(claim, {"storageClassName": self.storage_class})
         else:
-            nodes = self.core.list_node().items
-            assert len(nodes) == 1, f"{len(nodes)} nodes share no directory: set ARGOSY_E2E_STORAGE_CLASS"
-            name = f"{self.namespace}-{claim}"
-            wanted |= {"storageClassName": "", "volumeName": name}
-            directory = {"path": path, "type": "DirectoryOrCreate"}
-            spec = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteMany"], "hostPath": directory}
-            self.core.create_persistent_volume({"metadata": {"name": name}, "spec": spec | {"storageClassName": ""}})
-            self._volumes.append(name)
-        metadata = {"name": claim}
-        self.core.create_namespaced_persistent_volume_claim(self.namespace, {"metadata": metadata, "spec": wanted})
-        mount: dict[str, Any] = {"name": "storage", "mountPath": MOUNT}
-        volume: dict[str, Any] = {"name": "storage", "persistentVolumeClaim": {"claimName": claim}}
-        command = f"chown 1000:1000 {MOUNT} && sleep infinity"
-        if tmpfs is not None:
-            # Mounted on the node, so that the claim's pods see it.
-            mount["mountPropagation"] = "Bidirectional"
-            volume = {"name": "storage", "hostPath": {"path": path, "type": "DirectoryOrCreate"}}
-            command = f"mount -t tmpfs -o size={tmpfs} tmpfs {MOUNT} && {command}"
+            self._claim_directory(claim, f"/tmp/{self.namespace}-{claim}", self._node())
+        self._root_pod(pod, {"persistentVolumeClaim": {"claimName": claim}})
+
+    def make_volume_in_memory(self, claim: str, pod: str, size: str) -> None:
+        """Make a claim that can be filled, and a pod of root that mounts it: the pod's own volume in memory, which the kubelet mounts on the node."""
+        self._root_pod(pod, {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
+        made = self.core.read_namespaced_pod(pod, self.namespace)
+        node = self.core.read_node(made.spec.node_name).metadata.labels[HOST_LABEL]
+        path = f"{KUBELET}/pods/{made.metadata.uid}/volumes/kubernetes.io~empty-dir/storage"
+        self._claim_directory(claim, path, node)
+
+    def _node(self) -> str:
+        """Return the host name label of a node that takes pods."""
+        barred = ("NoSchedule", "NoExecute")
+        free = [
+            node
+            for node in self.core.list_node().items
+            if not node.spec.unschedulable and not any(taint.effect in barred for taint in node.spec.taints or [])
+        ]
+        assert free, "no node takes pods: each is cordoned or has a taint"
+        return str(free[0].metadata.labels[HOST_LABEL])
+
+    def _claim_directory(self, claim: str, path: str, node: str) -> None:
+        """Make a volume of a node's directory and claim it."""
+        name = f"{self.namespace}-{claim}"
+        here = [{"matchExpressions": [{"key": HOST_LABEL, "operator": "In", "values": [node]}]}]
+        spec = {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "hostPath": {"path": path, "type": "DirectoryOrCreate"},
+            "storageClassName": "",
+            "nodeAffinity": {"required": {"nodeSelectorTerms": here}},
+        }
+        self.core.create_persistent_volume({"metadata": {"name": name}, "spec": spec})
+        self._volumes.append(name)
+        self._claim(claim, {"storageClassName": "", "volumeName": name})
+
+    def _claim(self, claim: str, how: dict[str, str]) -> None:
+        wanted = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}, **how}
+        body = {"metadata": {"name": claim}, "spec": wanted}
+        self.core.create_namespaced_persistent_volume_claim(self.namespace, body)
+
+    def _root_pod(self, pod: str, volume: dict[str, Any]) -> None:
+        """Start a pod of root that gives its volume to uid 1000, and wait until it has."""
         container = {
             "name": "volume",
             "image": self.image,
-            "command": ["sh", "-c", command],
-            "securityContext": {"runAsUser": 0, "runAsNonRoot": False, "privileged": tmpfs is not None},
-            "volumeMounts": [mount],
+            "command": ["sh", "-c", f"chown 1000:1000 {MOUNT} && sleep infinity"],
+            "securityContext": {"runAsUser": 0, "runAsNonRoot": False},
+            "volumeMounts": [{"name": "storage", "mountPath": MOUNT}],
         }
-        spec = {"containers": [container], "volumes": [volume], "terminationGracePeriodSeconds": 0}
+        volumes = [{"name": "storage", **volume}]
+        spec = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 0}
         self.core.create_namespaced_pod(self.namespace, {"metadata": {"name": pod}, "spec": spec})
         self.wait(lambda: self.core.read_namespaced_pod(pod, self.namespace).status.phase == "Running", f"pod {pod}")
         self.wait(lambda: self.run_in(pod, "stat", "-c", "%u", MOUNT).strip() == "1000", f"the volume of {pod}")
-
-    def unmount(self, pod: str) -> None:
-        """Undo the mount that `make_volume(tmpfs=…)` made on the node."""
-        self.run_in(pod, "umount", MOUNT)
 
     def run_in(self, pod: str, *command: str) -> str:
         """Run a command in the first container of a pod, and return what it printed.
@@ -163,7 +191,7 @@ class E2eCluster:
             env=os.environ | {"KUBECONFIG": kubeconfig or self.kubeconfig}, cwd=self.directory,
         )  # fmt: skip
 
-    def say(self, *words: str) -> str:
+    def say(self, *words: str | Path) -> str:
         """Run a command of the user to its end, and return what it said."""
         return finish(self.argosy(*words))
 
@@ -241,7 +269,10 @@ class E2eCluster:
         self.core.create_namespaced_service_account(self.namespace, {"metadata": {"name": "nobody"}})
         asked = {"spec": {"audiences": [], "expirationSeconds": 3600}}
         token = self.core.create_namespaced_service_account_token("nobody", self.namespace, asked).status.token
-        authority = base64.b64encode(Path(self.server.ssl_ca_cert).read_bytes()).decode()
+        trust: dict[str, Any] = {"insecure-skip-tls-verify": True}
+        if self.server.ssl_ca_cert:
+            authority = base64.b64encode(Path(self.server.ssl_ca_cert).read_bytes()).decode()
+            trust = {"certificate-authority-data": authority}
         document = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -249,14 +280,29 @@ class E2eCluster:
             "contexts": [
                 {"name": "nobody", "context": {"cluster": "c", "user": "nobody", "namespace": self.namespace}}
             ],
-            "clusters": [
-                {"name": "c", "cluster": {"server": self.server.host, "certificate-authority-data": authority}}
-            ],
+            "clusters": [{"name": "c", "cluster": {"server": self.server.host, **trust}}],
             "users": [{"name": "nobody", "user": {"token": token}}],
         }
         path = self.directory / "nobody.kubeconfig"
         path.write_text(yaml.safe_dump(document))
         return str(path)
+
+    @contextlib.contextmanager
+    def without_field(self, crd: str, version: str, where: str, field: str) -> Iterator[None]:
+        """Take a field out of the schema of a CRD, as in an older release of its operator, and put it back afterwards."""
+        found = self.crds.api_client.sanitize_for_serialization(self.crds.read_custom_resource_definition(crd))
+        at = next(i for i, one in enumerate(found["spec"]["versions"]) if one["name"] == version)
+        schema = found["spec"]["versions"][at]["schema"]["openAPIV3Schema"]
+        kept = functools.reduce(operator.getitem, where.split("/"), schema)[field]
+        path = f"/spec/versions/{at}/schema/openAPIV3Schema/{where}/{field}"
+        self.crds.patch_custom_resource_definition(crd, [{"op": "remove", "path": path}])
+        try:
+            # The server takes a moment to apply the new schema.
+            time.sleep(5)
+            yield
+        finally:
+            self.crds.patch_custom_resource_definition(crd, [{"op": "add", "path": path, "value": kept}])
+            time.sleep(5)
 
     def jobs_of(self, name: str) -> list[str]:
         listed = self.jobs.list_namespaced_job(self.namespace, label_selector=f"argosy/run={name}").items

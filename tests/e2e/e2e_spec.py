@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-STEPS, SAVED_EVERY = 400, 50
+# Ten seconds or more pass between the first checkpoint and the end on a fast core: time to find the pods and to disturb them.
+STEPS, SAVED_EVERY = 1000, 50
 TARGETS = ("indexed-job", "jobset", "pytorchjob", "trainjob")
 # A shell command that prints the documents of the corpus.
 TEXT = """seq 400 | sed 's/.*/{"text": "This is sentence number & of a very small corpus."}/'"""
 MOUNT = "/data"
+# Two ranks, each in a pod of its own unless the node has too few cores.
+NODES = int(os.environ.get("ARGOSY_E2E_NODES", "2"))
 
 
 def e2e_spec(name: str, target: str, image: str, namespace: str, claim: str) -> dict[str, Any]:
-    """Return the run spec of a scenario. Two pods of one rank each train with dropout, whose masks a resumed run must redraw."""
+    """Return the run spec of a scenario. Two ranks train with dropout, whose masks a resumed run must redraw."""
     return {
         "name": name,
         "model": {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab_size": 257, "dropout": 0.1},
@@ -30,7 +34,8 @@ def e2e_spec(name: str, target: str, image: str, namespace: str, claim: str) -> 
         "log": {"every": 1},
         "cluster": {
             "target": target,
-            "nodes": 2,
+            "nodes": NODES,
+            "ranks": 2 // NODES,
             "gpus": 0,
             "cpus": 1,
             "memory": "2Gi",
@@ -40,6 +45,8 @@ def e2e_spec(name: str, target: str, image: str, namespace: str, claim: str) -> 
             "namespace": namespace,
             "storage": {"claim": claim, "mount": MOUNT},
             "grace": "60s",
+            # Sums have the same order in one pod of two ranks as in two pods of one.
+            "env": {"OMP_NUM_THREADS": "1"},
             "data": {"count": 1, "cpus": 1, "memory": "1Gi"},
         },
     }
@@ -50,4 +57,6 @@ def chart_values(name: str, image: str, namespace: str, claim: str) -> dict[str,
     run = e2e_spec(name, "indexed-job", image, namespace, claim)
     # Helm lays values over the chart's own, whose run is for GPUs; null removes a key.
     run["cluster"]["instance"] = None
+    # One pod, because the conductor and the viewer want cores too.
+    run["cluster"] |= {"nodes": 1, "ranks": 2}
     return {"run": run, "conductor": {"cpu": "250m"}, "tensorboard": {"enabled": True}}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from e2e_cluster import CLAIM, Bits, E2eCluster
+import pytest
+from e2e_cluster import CLAIM, TEST_LONGEST_S, Bits, E2eCluster
 from e2e_spec import chart_values
 
+pytestmark = pytest.mark.timeout(TEST_LONGEST_S)
 CHART = Path(__file__).parents[2] / "charts" / "argosy"
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from e2e_cluster import Bits, E2eCluster, finish
+from e2e_cluster import TEST_LONGEST_S, Bits, E2eCluster, finish
 from e2e_spec import MOUNT, TARGETS
 
 from argosy.launch.conduct import EXIT_STAGE_FAILED
@@ -14,6 +14,8 @@ from argosy.launch.conduct import EXIT_STAGE_FAILED
 CHOSEN = os.environ.get("ARGOSY_E2E_TARGETS", " ".join(TARGETS)).replace(",", " ").split()
 REFUSED = 2
 JOBSET_CRD = "jobsets.jobset.x-k8s.io"
+POLICY_RULE = "properties/spec/properties/failurePolicy/properties/rules/items/properties"
+pytestmark = pytest.mark.timeout(TEST_LONGEST_S)
 on_every_target = pytest.mark.parametrize("target", CHOSEN)
 
 
@@ -56,9 +58,9 @@ def test_a_stopped_run_saves_and_goes_on_when_launched_again(
     name = f"stop-{target}"
     launching = cluster.start(name, target)
     spec = cluster.write_spec(name, target)
-    finish(cluster.argosy("stop", spec))
-    launching.communicate(timeout=600)
-    cluster.wait(lambda: not cluster.pods(name), f"the end of {name}")
+    assert "stopped: saved at step" in cluster.say("stop", spec)
+    assert "train stopped" in finish(launching, EXIT_STAGE_FAILED), "the launch that followed it has ended too"
+    assert "saved at step" in cluster.say("status", spec)
     cluster.launch(name, target)
     assert cluster.bits(name) == undisturbed
 
@@ -69,7 +71,7 @@ def test_a_run_that_refuses_ends_its_job_at_once(cluster: E2eCluster, target: st
     name = f"refuse-{target}"
     said = cluster.launch(name, target, f"init_from=hf:{MOUNT}/nothing", code=EXIT_STAGE_FAILED)
     assert "refused to run (exit code 2)" in said
-    assert not cluster.pods(name)
+    cluster.wait(lambda: not cluster.pods(name), f"the end of the pods of {name}")
 
 
 def test_a_node_that_fails_preflight_stops_the_chain(cluster: E2eCluster) -> None:
@@ -79,7 +81,7 @@ def test_a_node_that_fails_preflight_stops_the_chain(cluster: E2eCluster) -> Non
 
 
 def test_a_volume_the_user_may_not_write_is_named(cluster: E2eCluster) -> None:
-    cluster.make_volume("locked", "locked")
+    cluster.make_volume("locked", "locked", shared=False)
     cluster.run_in("locked", "chown", "0:0", MOUNT)
     said = cluster.launch(
         "locked",
@@ -104,17 +106,8 @@ def test_who_has_no_rights_is_told_before_anything_starts(cluster: E2eCluster) -
 @pytest.mark.parametrize("target", [target for target in CHOSEN if target == "jobset"])
 def test_an_old_jobset_is_refused_before_the_first_stage(cluster: E2eCluster, target: str) -> None:
     """A JobSet before 0.10 does not know a field that a run's failure policy needs; here the field is taken out of its schema."""
-    found = cluster.crds.read_custom_resource_definition(JOBSET_CRD)
-    kept = cluster.crds.api_client.sanitize_for_serialization(found.spec)
-    old = cluster.crds.api_client.sanitize_for_serialization(found.spec)
-    for version in old["versions"]:
-        spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-        spec["failurePolicy"]["properties"]["rules"]["items"]["properties"].pop("onJobFailureMessagePatterns")
-    try:
-        cluster.crds.patch_custom_resource_definition(JOBSET_CRD, {"spec": old})
+    with cluster.without_field(JOBSET_CRD, "v1alpha2", POLICY_RULE, "onJobFailureMessagePatterns"):
         said = finish(cluster.argosy("launch", cluster.write_spec("old", target)), REFUSED)
-    finally:
-        cluster.crds.patch_custom_resource_definition(JOBSET_CRD, {"spec": kept})
     assert "JobSet" in said
     assert not cluster.jobs_of("old")
 
@@ -122,18 +115,15 @@ def test_an_old_jobset_is_refused_before_the_first_stage(cluster: E2eCluster, ta
 def test_a_full_volume_stops_the_chain_and_the_run_goes_on_when_there_is_space(
     cluster: E2eCluster, undisturbed: Bits
 ) -> None:
-    cluster.make_volume("small", "small", tmpfs="400m")
-    try:
-        cluster.run_in("small", "sh", "-c", f"dd if=/dev/zero of={MOUNT}/filler bs=1M count=500 || true")
-        where = {"claim": "small", "mount": MOUNT}
-        said = cluster.launch("full", "indexed-job", "--stage", "preflight", code=EXIT_STAGE_FAILED, storage=where)
-        assert "space" in said.lower()
-        cluster.run_in("small", "rm", f"{MOUNT}/filler")
-        cluster.write_text("small")
-        cluster.launch("full", "indexed-job", storage=where)
-        assert cluster.bits("full", "small") == undisturbed
-    finally:
-        cluster.unmount("small")
+    cluster.make_volume_in_memory("small", "small", "400Mi")
+    cluster.run_in("small", "sh", "-c", f"dd if=/dev/zero of={MOUNT}/filler bs=1M count=500 || true")
+    where = {"claim": "small", "mount": MOUNT}
+    said = cluster.launch("full", "indexed-job", "--stage", "preflight", code=EXIT_STAGE_FAILED, storage=where)
+    assert "space" in said.lower()
+    cluster.run_in("small", "rm", f"{MOUNT}/filler")
+    cluster.write_text("small")
+    cluster.launch("full", "indexed-job", storage=where)
+    assert cluster.bits("full", "small") == undisturbed
 
 
 def test_two_runs_side_by_side_do_not_touch_each_other(cluster: E2eCluster, undisturbed: Bits) -> None:

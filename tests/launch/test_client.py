@@ -407,6 +407,29 @@ def test_after_a_stop_status_says_what_was_saved_and_that_a_launch_goes_on(
     assert runs_of_namespace("training")[RUN]["train"].phase == "done", "its job is gone, and it had finished"
 
 
+@pytest.mark.parametrize(("target", "plural"), [("jobset", "jobsets"), ("indexed-job", "jobs")])
+def test_a_launch_that_follows_a_run_ends_when_the_run_is_stopped(target: str, plural: str, server: ApiServer) -> None:
+    """Pods that are told to end exit with a code that is not 0, so the job fails while it is deleted."""
+
+    def vanish() -> None:
+        job = server.objects[plural, RUN]
+        failed = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]
+        dying = {"metadata": job["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}}
+        server.put(plural, job | dying | {"status": {"conditions": failed}})
+        server.pod("p0", run=RUN, stage="train", phase="Failed")
+        later(lambda: server.objects.pop((plural, RUN)), lambda: "is being deleted" in said())
+
+    def said() -> str:
+        return "\n".join(map(str, seen))
+
+    seen: list[str] = []
+    cluster = connect("training")
+    later(vanish, lambda: (plural, RUN) in server.objects)
+    assert conductor_of(cluster, place(GPU_EXAMPLE, TRAIN_ONLY, target), seen.append).run() == EXIT_STAGE_FAILED
+    assert "train stopped: its job was deleted" in said()
+    assert "starting it again" not in said()
+
+
 def test_overrides_are_for_a_run_spec_and_not_for_a_name() -> None:
     with pytest.raises(ArgosyError, match="is a run's name, and overrides change a run spec"):
         runs.find(RUN, "training", None, ["cluster.namespace=other"])

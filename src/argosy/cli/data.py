@@ -49,7 +49,7 @@ def prepare(
     tokenizer: Annotated[
         str,
         typer.Option(
-            help="tokenizer.json, SentencePiece .model, vocab.json beside merges.txt, their directory, or `bytes`."
+            help="tokenizer.json, SentencePiece .model, vocab.json beside merges.txt, their directory, `bytes`, or hf:NAME of the Hub, which is fetched once."
         ),
     ],
     output: Annotated[Path, typer.Option(callback=new_output, help="The corpus directory to make.")],
@@ -108,15 +108,21 @@ def prepare(
     tokens the assistant wrote.
     """
     import json
-    import os
 
     from argosy.data.chat.chat_template import format_for
     from argosy.data.prepare.job import prepare as run
     from argosy.data.prepare.prepare_report import describe, parse_share, preview
     from argosy.data.prepare.work import PrepareOptions
+    from argosy.data.text.hub_names import on_hub
     from argosy.data.text.tokenizer import load_tokenizer
+    from argosy.host_cores import available_cores
     from argosy.tasks.task_registry import named_task
 
+    named_on_hub = on_hub(tokenizer)
+    if named_on_hub is not None:
+        from argosy.data.remote.hub_tokenizer import fetch_tokenizer
+
+        print(fetch_tokenizer(named_on_hub))
     chosen_task = named_task(task or "causal-lm", key="--task")
     chat = format_for(chosen_task, tokenizer, None if chat_template is None else str(chat_template))
     options = PrepareOptions(
@@ -127,7 +133,7 @@ def prepare(
         max_bad=parse_share(max_bad),
         overwrite=overwrite,
         shards=shards,
-        workers=workers or os.cpu_count() or 1,
+        workers=workers or available_cores(),
         machine=shard_index,
         machines=shard_count,
         shuffle_seed=shuffle,

@@ -67,12 +67,12 @@ def verify(
     Lists all faults. The exit code is 2 if there is one.
     """
     import json
-    import os
 
     from argosy.data.corpus.verify import verify as run
     from argosy.errors import EXIT_REFUSED
+    from argosy.host_cores import available_cores
 
-    report = run(path, workers=workers or os.cpu_count() or 1)
+    report = run(path, workers=workers or available_cores())
     if as_json:
         print(json.dumps(report.as_dict()))
         raise typer.Exit(EXIT_REFUSED if report.faults else 0)

@@ -44,7 +44,6 @@ def curate(
     then what no other has taken, and stays until the output is finished.
     """
     import json
-    import os
     from dataclasses import asdict
 
     from argosy.data.curate.curate_job import curate as run
@@ -52,10 +51,11 @@ def curate(
     from argosy.data.curate.curate_work import CurateSharing
     from argosy.data.curate.pipeline_spec import read_pipeline
     from argosy.errors import EXIT_RESUMABLE
+    from argosy.host_cores import available_cores
 
     chosen = read_pipeline(pipeline, output=None if output is None else str(output))
     sharing = CurateSharing(
-        workers=workers or os.cpu_count() or 1,
+        workers=workers or available_cores(),
         machine=shard_index,
         machines=shard_count,
         cluster=on,

@@ -40,7 +40,7 @@ def launch(
     """Start a run here, on Slurm or on Kubernetes (`cluster`).
 
     The stages fetch, prepare, preflight and train follow each other, each when the one before it has succeeded; one that
-    fails ends the chain with its reason and exit code 3. Interrupted, the same command goes on: what runs is followed, what is done stays
+    fails or is stopped ends the chain with its reason and exit code 3. Interrupted, the same command goes on: what runs is followed, what is done stays
     done. Rendered files are the same bytes for the same spec, and need neither network nor GPU.
     """
     from argosy.launch.place import place

@@ -1,7 +1,7 @@
 """The conductor of a launch on Kubernetes. It applies each stage once the previous one has succeeded; a failure stops the chain.
 
 The conductor follows a stage that already runs with the same settings and replaces one that has ended. It refuses the launch if a
-stage runs with other settings, and leaves that stage alone. After an interruption, the same command resumes.
+stage runs with other settings, and leaves that stage alone. If somebody deletes the job of a stage, as `argosy stop` does, the chain ends. After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -160,11 +160,13 @@ class Conductor:
             time.sleep(min(1.0, self.look_every))
 
     def _follow(self, stage: Stage) -> State:
-        """Report every change of a stage until it is over, and return its final state."""
+        """Report every change of a stage until it is over or its job is deleted, and return its final state."""
         told = ""
         restarts = 0
         while True:
             state = look(self.cluster, self.placed.spec.name, stage.name, [self._kind(stage)])
+            if state.phase == "absent":
+                return State("stopped", "its job was deleted", "launch it again to go on")
             if str(state) != told and not state.over:
                 told = str(state)
                 self.say(f"{stage} {state}")

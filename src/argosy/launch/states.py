@@ -29,6 +29,9 @@ def stage_state(job: Manifest | None, pods: Sequence[Manifest], events: Sequence
     condition = {c["type"]: c for c in job.get("status", {}).get("conditions") or [] if c.get("status") == "True"}
     if any(kind in condition for kind in _DONE):
         return State("done", _runtime(job))
+    # Pods that save and end may make the job fail meanwhile, which is no reason to start it again.
+    if job["metadata"].get("deletionTimestamp"):
+        return State("waiting", "its job is being deleted, and its pods save first")
     found = [*_pod_troubles(pods), *_event_troubles(job, pods, events)]
     troubles = sorted(found, key=lambda trouble: -trouble.weight)
     if "Failed" in condition:

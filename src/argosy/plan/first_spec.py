@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from argosy.console.formats import amount, clock
 from argosy.data.corpus.corpus import Corpus, open_corpus
 from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.errors import ArgosyError
+from argosy.host_cores import available_cores
 from argosy.host_memory import available_memory
 from argosy.plan.hardware import GIB, gpu_of_device
 from argosy.plan.this_machine import local_gpus
@@ -65,7 +65,7 @@ class ThisMachine:
         if gpu is not None:
             count = len(names)
             return cls(count, names[0], count * gpu.peak() * 1e12 * _GPU_SHARE, count * gpu.memory * GIB, _GPU_SECONDS)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = available_cores()
         return cls(1, f"{cores} CPU cores", cores * _CORE_FLOPS, available_memory() / 2, _CPU_SECONDS)
 
 

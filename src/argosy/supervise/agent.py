@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
+from argosy.host_cores import available_cores
 from argosy.record.rundir import RunDir
 from argosy.supervise.rank_process import RankFiles
 from argosy.supervise.supervisor import Supervisor
@@ -41,7 +42,7 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
 
     # The supervisor reports failures.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // nproc)))
     # Ctrl-C and SIGTERM are handled here.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for name, value in FLIGHT_RECORD.items():

@@ -217,7 +217,7 @@ def _data(draft: Draft, flat: Leaves) -> None:
     )
     if flat.get("tokenizer.name"):
         draft.notes.append(
-            f"the tokenizer is {flat['tokenizer.name']}: data.tokenizer is the path of its tokenizer.json"
+            f"the tokenizer is {flat['tokenizer.name']}: data.tokenizer=hf:{flat['tokenizer.name']} fetches it; or give the path of its tokenizer.json"
         )
 
 

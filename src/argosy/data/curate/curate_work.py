@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from argosy.data.prepare.work import PARTS, block_size, is_past_end, require_mac
 from argosy.data.prepare.work_plan import Plan
 from argosy.data.text.inputs import InputFile, find_inputs, group_inputs
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
+from argosy.host_cores import available_cores
 
 REPORT_FILE = "curation.json"
 # Not a suffix that `prepare` reads, so that a directory of JSON lines is an input as a whole.
@@ -30,7 +30,7 @@ QUARANTINE_FILE = "quarantine.ndjson"
 class CurateSharing:
     """Who does the work. It does not change the bytes."""
 
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    workers: int = field(default_factory=available_cores)
     # The number of this machine among `machines` that divide the work.
     machine: int = 0
     machines: int = 1

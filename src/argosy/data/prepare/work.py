@@ -6,7 +6,6 @@ The assignment is a pure function of the inputs and the options, so every proces
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from argosy.data.prepare.work_plan import Plan
 from argosy.data.text.inputs import InputFile, group_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
+from argosy.host_cores import available_cores
 
 QUARANTINE_FILE = "quarantine.jsonl"
 PARTS = ".parts"
@@ -44,7 +44,7 @@ class PrepareOptions:
     max_bad: float = 0.5
     overwrite: bool = False
     shards: int = 1
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    workers: int = field(default_factory=available_cores)
     # The number of this machine among `machines` that divide the work.
     machine: int = 0
     machines: int = 1

@@ -17,6 +17,8 @@ from argosy.files import replace_file
 SOURCE = "source.json"
 # What one tokenizer needs, in the order of preference.
 _SETS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+# What conversations need besides, where a repository has it: the chat template and the names of special tokens.
+_BESIDE = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def fetch_tokenizer(wanted: HubTokenizer) -> str:
@@ -44,7 +46,7 @@ def _chosen(wanted: HubTokenizer, entries: Sequence[Entry]) -> list[Entry]:
     there = {entry.path: entry for entry in entries if not entry.is_folder}
     for names in _SETS:
         if all(name in there for name in names):
-            return [there[name] for name in names]
+            return [there[name] for name in (*names, *_BESIDE) if name in there]
     raise ArgosyError(
         "tokenizer.not-found",
         f"{wanted.repo} has no tokenizer.json, no tokenizer.model and no vocab.json beside a merges.txt",
