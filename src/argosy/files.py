@@ -85,7 +85,7 @@ def mounts_of(device: int) -> list[MountInfo]:
     mounts = [line.partition(" - ") for line in lines if line.split()[2] == number]
     # After the dash: type, source, options of the file system. Before it, the sixth field has those of the mount.
     return [
-        MountInfo(*after.split()[:2], [*before.split()[5].split(","), *after.split()[-1].split(",")])
+        MountInfo(after.split()[0], after.split()[1], [*before.split()[5].split(","), *after.split()[-1].split(",")])
         for before, dash, after in mounts
         if dash
     ]
