@@ -211,7 +211,7 @@ QUEUES = {
 _WRITTEN = {"JobSet": JOB_SET, "HyperPodPyTorchJob": HYPERPOD_JOB, **QUEUES}
 
 
-def check_object(document: dict[str, Any], version: str = "1.34.0") -> None:
+def check_object(document: dict[str, Any], version: str = "1.35.0") -> None:
     """Hold an object to the schema of its kind: Kubernetes' own, that of the operator's package, or one written here."""
     kind = document["kind"]
     if kind == "PyTorchJob":
@@ -222,6 +222,9 @@ def check_object(document: dict[str, Any], version: str = "1.34.0") -> None:
         _strict_pydantic(document, kubeflow_v2.TrainerV1alpha1TrainingRuntime)
     elif kind in _WRITTEN:
         check_strictly(document, _WRITTEN[kind])
+        # Trainer's package has the models of JobSet's own schema, with the templates of pods down to the leaves.
+        if kind == "JobSet":
+            _strict_pydantic(document, kubeflow_v2.JobsetV1alpha2JobSet)
     else:
         assert document["apiVersion"] in CORE, f"nothing checks {kind}"
         kubernetes_validate.validate(document, version, strict=True)

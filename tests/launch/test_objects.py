@@ -16,7 +16,7 @@ from rendering import CASES, GPU_EXAMPLE, NAMES, files_of, jobs_of, objects_of, 
 from argosy.launch.place import place
 from argosy.launch.render import render
 
-VERSIONS = ("1.31.0", "1.34.0", "1.37.0")
+VERSIONS = ("1.31.0", "1.35.0", "1.37.0")
 Case = tuple[str, Path, str | None, tuple[str, ...]]
 
 
