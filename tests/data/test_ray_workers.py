@@ -35,6 +35,14 @@ from waiting import PATIENCE_S, wait_for
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
 
 
+def started(start: Callable[[], Any]) -> Any:
+    """What `start` returns. Ray gives up on a node that is not there within 30 seconds, which a busy machine may need."""
+    for _ in range(4):
+        with suppress(Exception):
+            return start()
+    return start()
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(work, "block_size", lambda files: 1 << 15)
@@ -46,17 +54,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(client_worker, "INITIAL_TIMEOUT_SEC", 30)
     monkeypatch.setattr(client_worker, "MAX_TIMEOUT_SEC", 60)
     head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK, "ray_client_server_port": free_port()}
-    made = Cluster(initialize_head=True, head_node_args=head)
+    made = started(lambda: Cluster(initialize_head=True, head_node_args=head))
     yield made
     made.shutdown()
-
-
-def started(cluster: Cluster) -> Any:
-    """Another node. Ray gives up on one that is not there within 30 seconds, which a busy machine may need."""
-    for _ in range(4):
-        with suppress(Exception):
-            return cluster.add_node(num_cpus=1)
-    return cluster.add_node(num_cpus=1)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -80,7 +80,7 @@ def test_ray_client_makes_the_same_bytes(cluster: Cluster, tmp_path: Path, monke
 def test_a_lost_node_changes_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = started(cluster)
+    node = started(lambda: cluster.add_node(num_cpus=1))
     rng = random.Random(0)
     texts = [" ".join(rng.choices(PLAIN, k=100)) for _ in range(1500)]
     source = tmp_path / "in.jsonl"
