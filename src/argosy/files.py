@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from argosy.errors import ArgosyError
 
+_MOUNTS = Path("/proc/self/mountinfo")
+
 # What to do in a pod whose user may not write the shared volume.
 RIGHTS_FIX = (
     "a new file system (FSx for Lustre) belongs to root: cluster.storage.take_ownership=true makes it cluster.user's, by one short pod; "
@@ -66,11 +68,9 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}")
 
 
-_MOUNTS = Path("/proc/self/mountinfo")
-
-
 class MountInfo(NamedTuple):
-    kind: str  # the file system's type
+    # The file system's type.
+    kind: str
     source: str
     options: list[str]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import typer
 import yaml
 from fetching import HASTE, loopback_hub  # noqa: F401 - a fixture
 from loopback_hub import Hub
+from typer.testing import CliRunner
 
+from argosy.cli.app import app
 from argosy.cli.data_build import Only
 from argosy.cli.data_build import build as build_command
 from argosy.config.resolve import resolve
@@ -177,6 +180,18 @@ def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(
     hub.files["openai/none"] |= {"config.json": b"{}"}
     with pytest.raises(ArgosyError, match=r"openai/none has no tokenizer.json"):
         list(build(resolve(recipe(), ["data.tokenizer=hf:openai/none"]).spec, Share(), "fetch"))
+
+
+def test_prepare_fetches_a_tokenizer_of_the_hub_and_prints_nothing_but_json(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"text": "document says 1 2 3"}')
+    hub.files["openai/small"] |= {"tokenizer.json": train_bpe(["document says 1 2 3"] * 10, 300).encode()}
+    done = CliRunner().invoke(app, ["data", "prepare", "in.jsonl", "--tokenizer", "hf:openai/small", "--output", "new", "--json"])  # fmt: skip
+    made = json.loads(done.stdout)
+    assert made["tokenizer"]["fingerprint"] == load_tokenizer("hf:openai/small").fingerprint
+    assert "tokenizer.json of openai/small at commit" in done.stderr
 
 
 def test_fetching_needs_no_tokenizer(recipe: Callable[..., Path]) -> None:

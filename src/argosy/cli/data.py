@@ -108,6 +108,7 @@ def prepare(
     tokens the assistant wrote.
     """
     import json
+    import sys
 
     from argosy.data.chat.chat_template import format_for
     from argosy.data.prepare.job import prepare as run
@@ -122,7 +123,8 @@ def prepare(
     if named_on_hub is not None:
         from argosy.data.remote.hub_tokenizer import fetch_tokenizer
 
-        print(fetch_tokenizer(named_on_hub))
+        # Standard output has the report, which may be JSON.
+        print(fetch_tokenizer(named_on_hub), file=sys.stderr)
     chosen_task = named_task(task or "causal-lm", key="--task")
     chat = format_for(chosen_task, tokenizer, None if chat_template is None else str(chat_template))
     options = PrepareOptions(
