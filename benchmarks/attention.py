@@ -1,14 +1,17 @@
 """A benchmark of causal attention, forward and backward, with every back end this machine has.
 
-    python benchmarks/attention.py [--seconds 0.7] [--repeatable] [--smoke]
+    python benchmarks/attention.py [--seconds 0.7] [--repeatable] [--documents 1000] [--smoke]
 
 Prints milliseconds and TFLOP/s (causal attention counted as half) at the clock the device can sustain, and the relative error of
-outputs and gradients of the first sample against plain fp32 attention with an explicit bias. `--smoke` uses tiny shapes, for a CPU.
+outputs and gradients of the first sample against plain fp32 attention with an explicit bias. With `--documents`, samples are made of
+documents of so many tokens on average, which do not see each other; TFLOP/s then count what plain causal attention computes.
+`--smoke` uses tiny shapes, for a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,6 +42,8 @@ def passes(backend: Backend, case: Case, q: Tensor, k: Tensor, v: Tensor, d_out:
 
 def error(backend: Backend, case: Case, tensors: list[Tensor]) -> float:
     first = [t[:1] for t in tensors]
+    documents = case.mask.documents
+    case = case._replace(mask=replace(case.mask, documents=None if documents is None else documents[:1]))
     found = passes(backend, case, *first)
     exact = passes(EXACT, case._replace(dtype=torch.float32), *(t.float() for t in first))
     return max(float((a.float() - b).detach().norm() / b.detach().norm()) for a, b in zip(found, exact, strict=True))
@@ -63,13 +68,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement; the second half counts")
     parser.add_argument("--repeatable", action="store_true", help="only deterministic kernels")
+    parser.add_argument("--documents", type=int, metavar="TOKENS", help="the average length of documents")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     options = parser.parse_args()
     set_deterministic(options.repeatable)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for shape in TINY if options.smoke else SHAPES:
         batch, seq, heads, kv_heads, width = shape
-        case = Case(Mask(True), device, torch.bfloat16, width, seq, 0.0)
+        parted = (
+            None
+            if options.documents is None
+            else (torch.rand(batch, seq, device=device) < 1 / options.documents).cumsum(1)
+        )
+        case = Case(Mask(True, documents=parted), device, torch.bfloat16, width, seq, 0.0)
         tensors = drawn(shape, device, case.dtype)
         flops = 2 * batch * heads * seq * seq * width
         print(f"{batch} x {seq}, {heads} on {kv_heads} heads of {width}, on {device.type}")

@@ -16,37 +16,66 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 
-from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
+from argosy.model.attention import BACKENDS, Case, Mask, bounds_of, choose_backend, explicit_bias
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form
-from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_order
+from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_order, hopper_sums
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
-from model import flash_twin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOPPER = hopper.refusal(DEVICE, torch.bfloat16, 64, 128) is None
 DTYPE = torch.bfloat16 if HOPPER else torch.float32
 ERROR = 3e-2 if HOPPER else 1e-4  # of any 64 tokens of a head, relative to their norm
-SHAPES = [(1, 128, 1, 1), (1, 128, 2, 1), (3, 384, 6, 2), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)]
-# Where a program has many tiles, in rounds that end evenly and not.
+SHAPES = [(1, 128, 1, 1), (3, 384, 6, 2)]
+# What kernels may have trouble with; then where a program has many tiles, in rounds that end evenly and not.
+SHAPES += [(1, 128, 2, 1), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)] if HOPPER else []
 SHAPES += [(4, 2048, 32, 8), (32, 1024, 20, 20), (2, 512, 64, 64), (11, 384, 24, 4)] if HOPPER else []
+
+
+def documents(batch: int, seq: int, share: float) -> Tensor:
+    """Return ids of documents of random lengths, 1 / share tokens on average, other ones in each sample."""
+    return (torch.rand(batch, seq, device=DEVICE) < share).cumsum(1)
+
+
+MASKS: dict[str, Callable[[int, int], Mask]] = {
+    "plain": lambda batch, seq: Mask(True),
+    "documents": lambda batch, seq: Mask(True, documents=documents(batch, seq, 0.01)),
+    "three tokens": lambda batch, seq: Mask(True, documents=(torch.arange(seq, device=DEVICE) // 3).expand(batch, seq)),
+    "one document": lambda batch, seq: Mask(True, documents=torch.zeros(batch, seq, device=DEVICE, dtype=torch.long)),
+    "window": lambda batch, seq: Mask(True, window=min(100, seq - 1)),
+    "both": lambda batch, seq: Mask(True, window=min(300, seq - 1), documents=documents(batch, seq, 0.003)),
+}
 
 
 @pytest.fixture
 def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return flash_twin.flash_attn_func(
-            q, k, v, softmax_scale=scale, causal=True, window_size=(None, None), return_lse=True
-        )
+    """Without the kernels, plain attention with the keys that their bounds hide: what is around them is then tested all the same."""
+
+    def scores_of(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+        places = torch.arange(q.shape[1])
+        hidden = (places > places[:, None]) if hidden is None else (places > places[:, None]) | hidden[:, None]
+        return (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(hidden, -torch.inf)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+        hidden = None if first is None else torch.arange(q.shape[1]) < first[:, :, None]
+        scores = scores_of(q, k, scale, hidden)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
     def attend_backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash_twin._flash_attn_bwd(
-            q, k, v, out, d_out, lse, softmax_scale=scale, causal=True, window_size_left=None, window_size_right=None,
-            deterministic=repeatable,
-        )  # fmt: skip
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
+        *, repeatable: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        group = q.shape[2] // k.shape[2]
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        hidden = None if last is None else torch.arange(q.shape[1])[:, None] > last[:, None, :]
+        p = (scores_of(q, k, scale, hidden) - lse[..., None]).exp()
+        delta = (out * d_out).sum(-1).transpose(1, 2)[..., None]
+        d_s = p * (torch.einsum("bqhd,bkhd->bhqk", d_out, v) - delta) * scale
+        d_k, d_v = torch.einsum("bhqk,bqhd->bkhd", d_s, q), torch.einsum("bhqk,bqhd->bkhd", p, d_out)
+        d_k, d_v = (t.unflatten(2, (-1, group)).sum(3) for t in (d_k, d_v))
+        return torch.einsum("bhqk,bkhd->bqhd", d_s, k), d_k, d_v
 
     if not HOPPER:
         monkeypatch.setattr(hopper_forward, "attend", attend)
@@ -62,16 +91,17 @@ def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.
 @pytest.mark.usefixtures("kernels_or_twin")
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("batch", "seq", "heads", "kv_heads"), SHAPES)
 def test_results_and_gradients_are_those_of_the_explicit_bias(
-    batch: int, seq: int, heads: int, kv_heads: int, scale: float | None, width: int
+    batch: int, seq: int, heads: int, kv_heads: int, mask: str, scale: float | None, width: int
 ) -> None:
     torch.manual_seed(1)
     together = torch.randn(batch, seq, kv_heads, heads // kv_heads + 2, width, device=DEVICE, dtype=DTYPE)
     q, k, v = together.split((heads // kv_heads, 1, 1), dim=3)
     leaves = [t.flatten(2, 3).transpose(1, 2).detach().requires_grad_() for t in (q.contiguous(), k.contiguous(), v)]
     weights = torch.randn(batch, heads, seq, width, device=DEVICE)
-    asked = case(Mask(True), seq, head_dim=width)._replace(device=DEVICE, dtype=DTYPE)
+    asked = case(MASKS[mask](batch, seq), seq, head_dim=width)._replace(device=DEVICE, dtype=DTYPE)
     results = []
     for name, dtype in (("hopper", DTYPE), ("explicit", torch.float32)):
         backend = next(b for b in BACKENDS if b.name == name)
@@ -87,17 +117,20 @@ def test_results_and_gradients_are_those_of_the_explicit_bias(
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "kv_heads"), [(3, 1024, 48, 8), (1, 32768, 4, 2), (16, 1024, 12, 12)] if HOPPER else [(3, 128, 6, 1)]
 )  # fmt: skip
+@pytest.mark.parametrize("mask", ["plain", "documents", "window"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_results_and_gradients_repeat_where_bits_must(
-    batch: int, seq: int, heads: int, kv_heads: int, width: int, monkeypatch: pytest.MonkeyPatch
+    batch: int, seq: int, heads: int, kv_heads: int, width: int, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     sizes = (heads, kv_heads, kv_heads, heads)
     q, k, v, d_out = (torch.randn(batch, seq, n, width, device=DEVICE, dtype=DTYPE) for n in sizes)
     runs = []
+    asked = case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)
+    form = Form(True, None, None, bounds_of(asked))
     for _ in range(20 if HOPPER else 2):
-        out, lse = hopper.forward(q, k, v, Form(True, None, None))
-        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, Form(True, None, None))))
+        out, lse = hopper.forward(q, k, v, form)
+        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, form)))
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
 
 
@@ -114,6 +147,21 @@ def test_the_kernels_get_tokens_at_equal_distances_in_steps_of_16_bytes() -> Non
         assert found.data_ptr() % 16 == 0
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_bounds_hide_what_the_mask_hides(name: str) -> None:
+    mask = MASKS[name](3, 384)
+    asked = case(mask, 384)._replace(device=DEVICE, dtype=torch.float32)
+    bounds, places = bounds_of(asked), torch.arange(384, device=DEVICE)
+    bias = explicit_bias(asked)
+    assert bias is not None
+    if bounds is None:
+        assert mask.is_plain
+        return
+    for seen in (places >= bounds.first[:, :, None], places[:, None] <= bounds.last[:, None, :]):
+        assert torch.equal((seen & (places[:, None] >= places))[:, None], bias == 0)
+    assert all(bool((one.diff() >= 0).all()) and one.dtype == torch.int32 for one in bounds)
+
+
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
@@ -124,12 +172,14 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_they_are_taken_where_they_can_serve() -> None:
     assert choose_backend(case(Mask(True), 8192)).name == "hopper"
     assert choose_backend(case(Mask(True), 8192, head_dim=128)).name == "hopper"
+    assert choose_backend(case(Mask(True, window=7, documents=torch.ones(1, 8192)), 8192)).name == "hopper"
     for refused in (
         case(Mask(True), 8200),
         case(Mask(True), 8192, head_dim=96),
         case(Mask(True), 8192, dropout=0.1),
         case(Mask(True), 8192, queries=Share((0,), 2)),
-        case(Mask(True, window=7), 8192),
+        case(Mask(True, slopes=torch.ones(4)), 8192),
+        case(Mask(True, reach=torch.ones(1, 8192)), 8192),
         case(Mask(False), 8192),
         case(Mask(True), 8192)._replace(dtype=torch.float16),
         case(Mask(True), 8192)._replace(device=torch.device("cpu")),
@@ -152,7 +202,7 @@ def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profiler_tells_whose_kernels_ran() -> None:
-    modules = vars(hopper_forward) | vars(hopper_backward) | vars(hopper_backward_128)
+    modules = vars(hopper_forward) | vars(hopper_backward) | vars(hopper_backward_128) | vars(hopper_sums)
     kinds = ["after", "backward", "backward_128", "before", "forward"]
     ours = sorted(filter(hopper.is_kernel, modules))
     assert ours == [f"_attention_{kind}" for kind in kinds]
@@ -210,11 +260,34 @@ def test_programs_of_the_folded_order_never_wait_in_a_circle(key_blocks: int, gr
     assert all(added[block, member] == block // 2 + 1 for block in range(2 * key_blocks) for member in range(group))
 
 
+@pytest.mark.parametrize("lengths", [[64], [1], [1000], [130, 500, 7, 100, 287], [1, 1022, 1]])
+def test_programs_with_bounds_add_after_those_they_wait_for(lengths: list[int]) -> None:
+    """In the order LAST_KEYS, where programs start one after the other: each waits only for programs that started before it."""
+    place, step, before = map(_plain, (hopper_order._place, hopper_order._step, hopper_order._adding_before))
+    ids = torch.tensor([n for n, length in enumerate(lengths * (1024 // sum(lengths) + 1)) for _ in range(length)])[
+        :1024
+    ]
+    bounds = bounds_of(case(Mask(True, documents=ids[None]), 1024)._replace(device=torch.device("cpu")))
+    assert bounds is not None
+    added: Counter[int] = Counter()
+    for program in range(8):
+        _place[0] = program
+        _, keys, _ = place(8, 0, 1, 1)
+        end = int(bounds.last[0, 128 * keys + 127]) // 64 + 1
+        for own in range(end - 2 * keys):
+            block, _ = step(own, keys, 0, 16, 1, 1)
+            assert added[block] == before(block, keys, 0, 8, 1)
+            added[block] += 1
+    firsts = [int(bounds.first[0, 64 * block]) // 128 for block in range(16)]
+    assert [added[block] for block in range(16)] == [block // 2 - first + 1 for block, first in enumerate(firsts)]
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from argosy.model.ops.kernels import hopper_backward as backward, hopper_backward_128 as wide, hopper_forward as forward
+from argosy.model.ops.kernels import hopper_sums as sums
 
 def compiled(kernel, width, blocks, pointers, floats, constants):
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(floats, "fp32") | pointers
@@ -223,18 +296,27 @@ def compiled(kernel, width, blocks, pointers, floats, constants):
     source = GluonASTSource(kernel, signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
+def bounded(name):
+    return {name: "*i32"}, {"BOUNDED": True}
+
+def unbounded(name):
+    return {}, {name: None, "BOUNDED": False}
+
 heads = {"KV_HEADS": 8, "GROUP": 4}
 for width, kernel in ((64, backward._attention_backward), (128, wide._attention_backward_128)):
     workers, stages = forward._TEAMS[width]
     constants = heads | {"WIDTH": width, "WORKERS": workers, "STAGES": stages}
     blocks = {"q": 64, "k": 128, "v": 128, "out": 64}
-    made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32"}, ["scale"], constants)
-    assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
-    logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>"}
+    for bounds, known in (bounded("first"), unbounded("first")):
+        made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32"} | bounds, ["scale"], constants | known)
+        assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
+    logs = {"logs": f"tensordesc<fp32[1, 128],{sums._LOGS!r}>"}
     logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32", "turns": "*i32"}
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
-    for order in (0, 1, 2, *([3] if width == 64 else [])):
-        made = compiled(kernel, width, blocks, logs, ["scale", "plain_scale"], heads | {"SECTION": 2, "ORDER": order})
+    folded_or_not = 3 if width == 64 else 2
+    for order, (bounds, known) in ((0, unbounded("last")), (folded_or_not, unbounded("last")), (1, bounded("last"))):
+        constants = heads | {"SECTION": 2, "ORDER": order} | known
+        made = compiled(kernel, width, blocks, logs | bounds, ["scale", "plain_scale"], constants)
         assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
         assert ("red.release.gpu" in made.asm["ptx"]) == (order > 0)
 print("compiled")
@@ -249,7 +331,7 @@ def test_they_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BESIDE = """
 import torch
-from argosy.model.ops.kernels.hopper_backward import _attention_after as after, _attention_before as before
+from argosy.model.ops.kernels.hopper_sums import _attention_after as after, _attention_before as before
 
 torch.manual_seed(1)
 batch, seq, heads = 2, 128, 3

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.ops import flash, hopper
-from argosy.model.ops.attention_backends import Form, attend
+from argosy.model.ops.attention_backends import Bounds, Form, attend
 from argosy.model.sharding import WHOLE, Share, drop
 
 # Model inputs that only attention masks are made of.
@@ -36,7 +36,7 @@ class Mask:
     window: int | None = None
     # ALiBi subtracts slope x distance from the score.
     slopes: Tensor | None = None  # [heads]
-    # Only tokens with equal document ids see each other.
+    # Only tokens with equal document ids see each other. In a causal mask, a document's tokens are contiguous.
     documents: Tensor | None = None  # [batch, seq]
     # The last key each query sees, if that is not the query's own. A window counts only the keys behind a query.
     reach: Tensor | None = None  # [batch, seq]
@@ -136,15 +136,34 @@ def _hopper_refuses(case: Case) -> str | None:
         return "the kernels need a GPU"
     if case.dropout:
         return "the kernels have no dropout"
-    if not case.mask.is_plain or not case.mask.causal or not case.queries.is_whole:
-        return "the kernels compute only plain causal attention, of all queries"
+    mask = case.mask
+    if not mask.causal or not case.queries.is_whole or any(x is not None for x in (mask.slopes, mask.reach, mask.bias)):
+        return "the kernels compute only causal attention, of all queries, with documents and windows"
     if case.head_dim > 64 and _flash_refuses(case) is None:
         return "flash-attn-4 is installed, and faster for heads wider than 64"
     return hopper.refusal(case.device, case.dtype, case.head_dim, case.seq)
 
 
 def _hopper(case: Case, scale: float | None) -> Attend:
-    return partial(attend, "hopper", Form(True, None, scale))
+    return partial(attend, "hopper", Form(True, None, scale, bounds_of(case)))
+
+
+def bounds_of(case: Case) -> Bounds | None:
+    """Return the bounds that documents and a window set to a causal mask, or None if it has neither."""
+    mask = case.mask
+    if mask.documents is None and mask.window is None:
+        return None
+    places = torch.arange(case.seq, device=case.device, dtype=torch.int32)[None]
+    first, last = torch.zeros_like(places), torch.full_like(places, case.seq - 1)
+    if mask.documents is not None:
+        starts = F.pad(mask.documents[:, 1:] != mask.documents[:, :-1], (1, 0), value=True)
+        # The last token of a document is the one before a start, or the last of all.
+        ends = starts.roll(-1, 1)
+        first = torch.where(starts, places, first).cummax(1).values
+        last = torch.where(ends, places, last).flip(1).cummin(1).values.flip(1)
+    if mask.window is not None:
+        first, last = first.maximum(places - (mask.window - 1)), last.minimum(places + (mask.window - 1))
+    return Bounds(first.contiguous(), last.contiguous())
 
 
 def _flash_refuses(case: Case) -> str | None:

@@ -15,6 +15,15 @@ from argosy.model.ops import flash, hopper
 from argosy.model.ops.operators import operator
 
 
+class Bounds(NamedTuple):
+    """What a causal mask hides besides later keys. Neither tensor ever decreases along a sequence."""
+
+    # The first key each query sees.
+    first: Tensor  # [1 or batch, seq], 32-bit integers
+    # The last query that sees each key.
+    last: Tensor  # [1 or batch, seq], 32-bit integers
+
+
 class Form(NamedTuple):
     """The mask and scale of a kernel call. If there are more keys than queries, the queries are the last."""
 
@@ -23,6 +32,8 @@ class Form(NamedTuple):
     window: int | None
     # The scale of the scores; None for 1 / sqrt(head_dim).
     scale: float | None
+    # Of kernels that compute only what is within them; others take a window.
+    bounds: Bounds | None = None
 
 
 class Kernels(Protocol):
@@ -49,23 +60,26 @@ KERNELS: dict[str, Kernels] = {"flash": flash, "hopper": hopper}
 def attend(kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the attention of q, k, v [batch, heads, seq, head_dim], computed by the named kernels."""
     by_token = (t.transpose(1, 2) for t in (q, k, v))
-    out: Tensor = _Attend.apply(kernels, form, *by_token)
+    out: Tensor = _Attend.apply(kernels, form, *by_token, *(form.bounds or (None, None)))
     return out.transpose(1, 2)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None
+    ) -> Tensor:
         out: Tensor
-        out, lse = _forward(kernels, q, k, v, *form)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.how = (kernels, form)
+        out, lse = _forward(kernels, q, k, v, *form[:3], first, last)
+        ctx.save_for_backward(q, k, v, out, lse, first, last)
+        ctx.how = (kernels, *form[:3])
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        kernels, form = ctx.how
-        return None, None, *_backward(kernels, gradients[0], *ctx.saved_tensors, *form)
+        kernels, *form = ctx.how
+        *tensors, first, last = ctx.saved_tensors
+        return None, None, *_backward(kernels, gradients[0], *tensors, *form, first, last), None, None
 
 
 def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -82,9 +96,17 @@ def _like_backward(
 # Results are made contiguous, which they mostly are: the fake operators promise that layout to torch.compile.
 @operator("attention", _like_forward)
 def _forward(
-    kernels: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
+    kernels: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    first: Tensor | None,
+    last: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = KERNELS[kernels].forward(q, k, v, Form(causal, window, scale))
+    out, lse = KERNELS[kernels].forward(q, k, v, Form(causal, window, scale, _bounds(first, last)))
     return out.contiguous(), lse.contiguous()
 
 
@@ -100,9 +122,16 @@ def _backward(
     causal: bool,
     window: int | None,
     scale: float | None,
+    first: Tensor | None,
+    last: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d_q, d_k, d_v = KERNELS[kernels].backward(d_out, q, k, v, out, lse, Form(causal, window, scale))
+    form = Form(causal, window, scale, _bounds(first, last))
+    d_q, d_k, d_v = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+def _bounds(first: Tensor | None, last: Tensor | None) -> Bounds | None:
+    return None if first is None or last is None else Bounds(first, last)
 
 
 OPERATIONS = frozenset({_forward})

@@ -1,4 +1,4 @@
-"""Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128.
+"""Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128, with documents and windows.
 
 Over both passes they are the fastest, with and without deterministic results. They are written in Gluon, whose interface
 changes between versions of Triton, so they run only with the versions they were measured with.
@@ -52,6 +52,7 @@ class Kernels(Protocol):
         out: Tensor,
         lse: Tensor,
         scale: float,
+        last: Tensor | None,
         *,
         repeatable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -70,7 +71,7 @@ def is_kernel(name: str) -> bool:
 def forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     from argosy.model.ops.kernels.hopper_forward import attend
 
-    return attend(_rows(q), _rows(k), _rows(v), _scale(form, q))
+    return attend(_rows(q), _rows(k), _rows(v), _scale(form, q), form.bounds and form.bounds.first)
 
 
 def backward(
@@ -81,7 +82,8 @@ def backward(
     kernels: Kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
     repeatable = torch.are_deterministic_algorithms_enabled()
     rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
-    return kernels.attend_backward(*rows, out, lse, _scale(form, q), repeatable=repeatable)
+    last = form.bounds and form.bounds.last
+    return kernels.attend_backward(*rows, out, lse, _scale(form, q), last, repeatable=repeatable)
 
 
 def _scale(form: Form, q: Tensor) -> float:

@@ -7,19 +7,13 @@ compute. Two workers have 64 keys each and compute
     S = K Q^T    P = exp(S - lse)    dP = V dO^T    dS = P (dP - delta)    dV += P dO    dK += dS Q
 
 They pass dS to the third group, which computes dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is stored in the order of
-the threads' registers, for wide additions. A last kernel restores the row order.
+the threads' registers, for wide additions (`hopper_sums.py`).
 
-In deterministic mode, programs add to a sum in a fixed order (`hopper_order.py`).
+In deterministic mode, programs add to a sum in a fixed order (`hopper_order.py`). BOUNDED, each key has a last query that sees it.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,13 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch, described
+from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
 from argosy.model.ops.kernels.hopper_order import (
     _AWAIT_TURN,
     _END_TURN,
     _READ_TURN,
+    _SIDE,
     _WORKERS,
     ANY,
     FIRST_KEYS,
@@ -43,19 +37,15 @@ from argosy.model.ops.kernels.hopper_order import (
     _adding_before,
     _place,
     _step,
-    order_of,
-    section,
+    _steps,
 )
-from argosy.model.ops.matmul import processors
+from argosy.model.ops.kernels.hopper_sums import BackwardKernel
 
-# The head width; keys per worker, which is also queries per step.
 _WIDTH = gl.constexpr(64)
-_SIDE = gl.constexpr(64)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
 _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)
 # Counters per block of queries: one for each warp that adds.
 _TURNS = gl.constexpr(4)
-_LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 # A thread's four values of 16 rows and 8 columns are added to 16 contiguous bytes.
 _ADD = gl.constexpr(
     "red.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
@@ -78,9 +68,16 @@ else:
 
 
 @gluon.jit
+def _lasts(bounds, sample, block, SCORES: gl.constexpr):
+    """Return the last query that sees each of a block of keys."""
+    last, last_batch = bounds
+    return gl.load(last + sample * last_batch + block * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES)))
+
+
+@gluon.jit
 def _fetcher(
-    here, fetch, key_blocks, seq,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    here, fetch, bounds, key_blocks, seq,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
     WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
@@ -96,7 +93,7 @@ def _fetcher(
             row = start + (key_block * _WORKERS + worker) * _SIDE
             _fetch(k, [row, kv_head * k_head], kv_full.index(part), k_here.index(part * _WORKERS + worker))
             _fetch(v, [row, kv_head * v_head], kv_full.index(part), v_here.index(part * _WORKERS + worker))
-        for own in range((blocks - key_block * _WORKERS) * GROUP):
+        for own in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
             block, member = _step(own, key_block, part, blocks, GROUP, ORDER)
             step = before * GROUP + own
             head = kv_head * GROUP + member
@@ -111,7 +108,8 @@ def _fetcher(
 
 @gluon.jit
 def _adder(
-    here, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    here, sums, turns, bounds, key_blocks,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -124,7 +122,7 @@ def _adder(
     for part in range(PARTS):
         pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
         mbarrier.wait(kv_full.index(part), 0)
-        for own in range((blocks - key_block * _WORKERS) * GROUP):
+        for own in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
             block, member = _step(own, key_block, part, blocks, GROUP, ORDER)
             step = before * GROUP + own
             slot = step % _SLOTS
@@ -166,8 +164,8 @@ def _adder(
 
 @gluon.jit
 def _work(
-    here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, MASKED: gl.constexpr,
+    here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -189,7 +187,10 @@ def _work(
     if MASKED:
         block, _ = _step(own, key_block, part, blocks, GROUP, ORDER)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
-        x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
+        queries = block * _SIDE + gl.arange(0, _SIDE, QUERIES)
+        x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
+        if BOUNDED:
+            x = gl.where(queries[None, :] <= lasts[:, None], x, -float("inf"))
     p = _exp2(x)
     delta = logs.index(1).load(QUERIES)
     # This wait is here to keep the assembler from moving the wait for d_p above the exponentials.
@@ -208,20 +209,23 @@ def _work(
 
 @gluon.jit
 def _worker(
-    here, out, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    here, out, bounds, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    # Steps up to the diagonal block, which mask keys.
+    # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
     MASKED: gl.constexpr = (WORKER + 1) * GROUP
     blocks = key_blocks * _WORKERS
     d_k_out, d_v_out, plain_scale = out
     for part in range(PARTS):
         pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
-        steps = (key_blocks - key_block) * _WORKERS * GROUP
+        steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+        lasts = 0
+        if BOUNDED:
+            lasts = _lasts(bounds, pair // KV_HEADS, key_block * _WORKERS + WORKER, SCORES)
         mbarrier.wait(here[6].index(part), 0)
         k = here[0].index(part * _WORKERS + WORKER).load(LEFT)
         v = here[1].index(part * _WORKERS + WORKER).load(LEFT)
@@ -233,17 +237,68 @@ def _worker(
             plain = steps - MASKED
         if ORDER == FOLDED:
             plain = part * (steps - MASKED)
+        masked = plain + MASKED
+        if BOUNDED:
+            masked = steps
         for own in range(plain):
             d_k, d_v = _work(
-                here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale, WORKER, GROUP, ORDER, False
+                here,
+                k,
+                v,
+                d_k,
+                d_v,
+                own,
+                before,
+                part,
+                key_block,
+                blocks,
+                lasts,
+                scale,
+                WORKER,
+                GROUP,
+                ORDER,
+                BOUNDED,
+                False,
             )
-        for own in range(plain, plain + MASKED):
+        for own in range(plain, masked):
             d_k, d_v = _work(
-                here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale, WORKER, GROUP, ORDER, True
+                here,
+                k,
+                v,
+                d_k,
+                d_v,
+                own,
+                before,
+                part,
+                key_block,
+                blocks,
+                lasts,
+                scale,
+                WORKER,
+                GROUP,
+                ORDER,
+                BOUNDED,
+                True,
             )
-        for own in range(plain + MASKED, steps):
+        for own in range(masked, steps):
             d_k, d_v = _work(
-                here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale, WORKER, GROUP, ORDER, False
+                here,
+                k,
+                v,
+                d_k,
+                d_v,
+                own,
+                before,
+                part,
+                key_block,
+                blocks,
+                lasts,
+                scale,
+                WORKER,
+                GROUP,
+                ORDER,
+                BOUNDED,
+                False,
             )
         row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
         column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
@@ -255,8 +310,9 @@ def _worker(
 
 @gluon.jit
 def _attention_backward(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, last, last_batch,
+    key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     k_here = gl.allocate_shared_memory(gl.bfloat16, [PARTS * _WORKERS, _SIDE, _WIDTH], k.layout)
@@ -282,94 +338,25 @@ def _attention_backward(
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, plain_scale)
+    bounds = (last, last_batch)
     gl.warp_specialize([
-        (_worker, (here, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER)),
-        (_worker, (here, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER)),
-        (_adder, (here, sums, turns, key_blocks, GROUP, SECTION, ORDER)),
-        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, _WIDTH, _STAGES)),
+        (_worker, (here, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
+        (_worker, (here, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
+        (_adder, (here, sums, turns, bounds, key_blocks, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
+        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED, _WIDTH, _STAGES)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
-@triton.jit
-def _attention_before(
-    out, d_out, lse, logs, sums, turns, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token, d_out_head,
-    WIDTH: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
-    """Prepare R queries of a head: write lse to base 2 and delta, the sum of out x d_out; zero the sums of dQ and their counters."""
-    head = tl.program_id(0) % heads
-    block = tl.program_id(0) // heads % (seq // R)
-    batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
-    token = (block * R + tl.arange(0, R)).to(tl.int64)
-    column = tl.arange(0, WIDTH)[None, :]
-    o = tl.load(out + batch * out_batch + head * out_head + token[:, None] * out_token + column).to(tl.float32)
-    d = tl.load(d_out + batch * d_out_batch + head * d_out_head + token[:, None] * d_out_token + column).to(tl.float32)
-    row = batch * heads + head
-    at = logs + (row * seq + block * R) * 2 + tl.arange(0, R)
-    tl.store(at, tl.load(lse + row * seq + token) * 1.4426950408889634)
-    tl.store(at + R, tl.sum(o * d, 1))
-    tl.store(sums + (row * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.float32))
-    tl.store(turns + (row * (seq // R) + block) * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
-
-
-@triton.jit
-def _attention_after(
-    sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, BY_THREAD: tl.constexpr
-):  # fmt: skip
-    """Write dQ of R queries of a head from its 32-bit sums, PART columns at a time. The sums are stored row by row or, BY_THREAD, by 16
-    rows, 8 columns, row of 8, pair of columns, half of the 16 rows, column of the pair."""
-    head = tl.program_id(0) % heads
-    block = tl.program_id(0) // heads % (seq // R)
-    batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
-    token = batch * seq + block * R + tl.arange(0, R)
-    for part in tl.static_range(WIDTH // PART):
-        first = ((batch * heads + head) * seq + block * R) * WIDTH + part * (R * PART)
-        x = (tl.load(sums + first + tl.arange(0, R * PART)) * plain_scale).to(d_q.dtype.element_ty)
-        if BY_THREAD:
-            x = tl.permute(tl.reshape(x, [R // 16, PART // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
-        x = tl.reshape(x, [R, PART])
-        tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + part * PART + tl.arange(0, PART)[None, :], x)
-
-
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v [batch, seq, heads, 64]. They are deterministic, bit for bit, if `repeatable`."""
-    return start(_attention_backward, _TURNS.value, True, True, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
-
-
-def start(
-    kernel: Any, turns_each: int, by_thread: bool, folds: bool, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
     *, repeatable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run a backward kernel, between the kernel that prepares its sums and the one that writes dQ from them.
+    """Return the gradients of q, k and v [batch, seq, heads, 64], given the forward pass's `out` and `lse`.
+
+    They are deterministic, bit for bit, if `repeatable`.
 
     Args:
-        turns_each: the kernel's counters per block of queries.
-        by_thread: the kernel stores its sums in the order of its threads, not row by row.
-        folds: the kernel has the order FOLDED.
+        last: the last query that sees each key, [1 or batch, seq]; None if the last of all sees all.
     """
-    batch, seq, heads, width = q.shape
-    kv_heads, side = k.shape[2], _SIDE.value
-    d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    sums = torch.empty(q.numel(), dtype=torch.float32, device=q.device)
-    logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
-    turns = torch.empty(batch * heads * (seq // side) * turns_each, dtype=torch.int32, device=q.device)
-    key_blocks = seq // (side * _WORKERS.value)
-    tiles = (batch * heads * (seq // side),)
-    order = ANY.value
-    if repeatable:
-        order = order_of(key_blocks, heads // kv_heads if folds else 0, processors(q.device)).value
-    programs = key_blocks // 2 if order == FOLDED.value else key_blocks
-    _attention_before[tiles](
-        out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side,
-        turns_each, num_warps=4,
-    )  # fmt: skip
-    kernel[(batch * kv_heads * programs,)](
-        described(q, side), described(k, side), described(v, side), described(d_out, side),
-        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, turns, key_blocks, seq,
-        q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
-        kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), order, num_warps=4,
-    )  # fmt: skip
-    _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, _WIDTH.value, by_thread, num_warps=4)
-    return d_q, d_k, d_v
+    how = BackwardKernel(_attention_backward, _TURNS.value, by_thread=True, folds=True)
+    return how.run(d_out, q, k, v, out, lse, scale, last, repeatable=repeatable)

@@ -4,7 +4,8 @@ As for heads of 64 (`hopper_backward`), a program has 128 keys of one KV head an
 workers of four warps have 64 keys each. Their sums of dK and dV fill the registers, so there is no room for a third group of warps to
 compute dQ = dS^T K. Instead each worker computes half of dQ's columns, over all 128 keys. It reads the other worker's dS from shared
 memory one step late, beside the scores of the next step, so that neither worker waits for the other. Two more warps read dQ from shared
-memory and add it to the sum in memory. In deterministic mode they add in an order of `hopper_order`.
+memory and add it to the sum in memory. In deterministic mode they add in an order of `hopper_order`. BOUNDED, each key has a last
+query that sees it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from argosy.model.ops.kernels.hopper_backward import _ADD, _ADD_OPERANDS, _SIDE, _as_rows, _fetcher, start
+from argosy.model.ops.kernels.hopper_backward import _ADD, _ADD_OPERANDS, _as_rows, _fetcher, _lasts
 from argosy.model.ops.kernels.hopper_forward import _exp2
 from argosy.model.ops.kernels.hopper_order import (
     _AWAIT_TURN,
     _END_TURN,
     _READ_TURN,
+    _SIDE,
     _WORKERS,
     ANY,
     FIRST_KEYS,
     _adding_before,
     _place,
     _step,
+    _steps,
 )
+from argosy.model.ops.kernels.hopper_sums import BackwardKernel
 
 _WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
@@ -54,8 +58,8 @@ def _late_product(here, slot, WORKER: gl.constexpr):
 
 @gluon.jit
 def _adder(
-    adding, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr,
-    ORDER: gl.constexpr,
+    adding, sums, turns, bounds, key_blocks,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Add the workers' halves of dQ to the sums of a block of queries, stored as [half of the columns, query, column]."""
     dq_here, dq_full, dq_free = adding
@@ -69,7 +73,7 @@ def _adder(
     row = gl.arange(0, 8, gl.SliceLayout(1, ROWS))[:, None]
     column = gl.arange(0, _HALF, gl.SliceLayout(0, ROWS))[None, :]
     inner = (row * _HALF + column) * 4
-    for step in range((blocks - key_block * _WORKERS) * GROUP):
+    for step in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
         block, member = _step(step, key_block, 0, blocks, GROUP, ORDER)
         tile = (pair * GROUP + member) * blocks + block
         turn = counters + tile.to(gl.int64) * (_TURNS * 4)
@@ -106,8 +110,9 @@ def _hand_over(d_q, step, adding, WORKER: gl.constexpr):
 
 @gluon.jit
 def _work(
-    here, adding, d_k, d_v, step, key_block, blocks, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
+    here, adding, d_k, d_v, step, key_block, blocks, lasts, scale,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
+    FIRST: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -134,7 +139,10 @@ def _work(
     if MASKED:
         block, _ = _step(step, key_block, 0, blocks, GROUP, ORDER)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
-        x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
+        queries = block * _SIDE + gl.arange(0, _SIDE, QUERIES)
+        x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
+        if BOUNDED:
+            x = gl.where(queries[None, :] <= lasts[:, None], x, -float("inf"))
     p = _exp2(x)
     if not FIRST:
         d_q, p = warpgroup_mma_wait(0, deps=[d_q, p])
@@ -158,30 +166,44 @@ def _work(
 
 @gluon.jit
 def _worker(
-    here, adding, out, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    here, adding, out, bounds, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     pair, key_block, _ = _place(key_blocks, 0, SECTION, ORDER)
-    steps = (key_blocks - key_block) * _WORKERS * GROUP
+    steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+    lasts = 0
+    if BOUNDED:
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
+        lasts = _lasts(bounds, pair // KV_HEADS, key_block * _WORKERS + WORKER, SCORES)
     mbarrier.wait(here[6].index(0), 0)
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     blocks = key_blocks * _WORKERS
-    # Steps up to the diagonal block, which mask keys.
+    # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
     MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP
     # Where the steps that come first, without masked keys, end. Step 0 always masks.
     plain = 1
     if ORDER == FIRST_KEYS:
         plain = gl.maximum(steps - MASKED_STEPS, 1)
-    d_k, d_v = _work(here, adding, d_k, d_v, 0, key_block, blocks, scale, WORKER, GROUP, ORDER, True, True)
+    d_k, d_v = _work(
+        here, adding, d_k, d_v, 0, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, True, True
+    )
     for step in range(1, plain):
-        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, False, False)
+        d_k, d_v = _work(
+            here, adding, d_k, d_v, step, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False, False
+        )
     masked = gl.minimum(plain + MASKED_STEPS, steps)
+    if BOUNDED:
+        masked = steps
     for step in range(plain, masked):
-        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, True, False)
+        d_k, d_v = _work(
+            here, adding, d_k, d_v, step, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, True, False
+        )
     for step in range(masked, steps):
-        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, False, False)
+        d_k, d_v = _work(
+            here, adding, d_k, d_v, step, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False, False
+        )
     last = steps - 1
     mbarrier.wait(here[9].index(last % _SLOTS), (last // _SLOTS) & 1)
     d_q = _late_product(here, last % _SLOTS, WORKER)
@@ -198,8 +220,9 @@ def _worker(
 
 @gluon.jit
 def _attention_backward_128(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, last, last_batch,
+    key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
     v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
@@ -230,21 +253,19 @@ def _attention_backward_128(
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, plain_scale)
     adding = (dq_here, dq_full, dq_free)
+    bounds = (last, last_batch)
     gl.warp_specialize([
-        (_worker, (here, adding, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER)),
-        (_worker, (here, adding, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER)),
-        (_adder, (adding, sums, turns, key_blocks, GROUP, SECTION, ORDER)),
-        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, _WIDTH, _STAGES)),
+        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
+        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
+        (_adder, (adding, sums, turns, bounds, key_blocks, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
+        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED, _WIDTH, _STAGES)),
     ], [4, 2, 1], [240, 32, 32])  # fmt: skip
 
 
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v [batch, seq, heads, 128], given the forward pass's `out` and `lse`.
-
-    They are deterministic, bit for bit, if `repeatable`.
-    """
-    return start(
-        _attention_backward_128, _TURNS.value, False, False, d_out, q, k, v, out, lse, scale, repeatable=repeatable
-    )
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
+    *, repeatable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `hopper_backward.attend_backward`, for [batch, seq, heads, 128]."""
+    how = BackwardKernel(_attention_backward_128, _TURNS.value, by_thread=False, folds=False)
+    return how.run(d_out, q, k, v, out, lse, scale, last, repeatable=repeatable)

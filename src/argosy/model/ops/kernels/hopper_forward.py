@@ -6,6 +6,8 @@ the heads that share a KV head work on the same blocks. While one worker compute
 
 A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, so that
 both matmuls of an iteration overlap. Block c of the keys and block c - 1 of the values are therefore freed, and loaded, together.
+
+BOUNDED, each query has a first key it sees (a document's or a window's), and key blocks before it are not loaded.
 """
 
 from __future__ import annotations
@@ -76,14 +78,24 @@ def _part(tile, worker, blocks, GROUP: gl.constexpr, WORKERS: gl.constexpr):
 
 @gluon.jit
 def _key_blocks(block):
-    """Return the number of key blocks that a block of queries sees."""
+    """Return the number of key blocks up to the last that a block of queries sees."""
     return (block * _QUERIES + _QUERIES - 1) // _KEYS + 1
 
 
 @gluon.jit
+def _unseen_blocks(bounds, sample, block, BOUNDED: gl.constexpr):
+    """Return the number of key blocks before the first that a block of queries sees."""
+    unseen = 0
+    if BOUNDED:
+        first, first_batch = bounds
+        unseen = gl.load(first + sample * first_batch + block * _QUERIES) // _KEYS
+    return unseen
+
+
+@gluon.jit
 def _fetcher(
-    ring, fetch, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
-    STAGES: gl.constexpr,
+    ring, fetch, bounds, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
     q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles = fetch
@@ -98,8 +110,9 @@ def _fetcher(
         start = pair // KV_HEADS * seq
         kv_head = pair % KV_HEADS
         longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
+        shortest, _ = _part(tile, WORKERS - 1, blocks, GROUP, WORKERS)
         key_blocks = _key_blocks(longest)
-        for back in range(key_blocks):
+        for back in range(key_blocks - _unseen_blocks(bounds, pair // KV_HEADS, shortest, BOUNDED)):
             row = start + (key_blocks - 1 - back) * _KEYS
             stage = count % STAGES
             mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -131,9 +144,21 @@ def _thread_sums(p):
 
 
 @gluon.jit
+def _skip(ring, count, blocks, STAGES: gl.constexpr):
+    """Let key blocks pass that only other workers need; return the number of blocks seen so far."""
+    _, _, _, _, _, k_full, v_full, free = ring
+    for _ in range(blocks):
+        mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
+        mbarrier.arrive(free.index(count % STAGES), count=1)
+        mbarrier.wait(v_full.index(count % STAGES), (count // STAGES) & 1)
+        count += 1
+    return count
+
+
+@gluon.jit
 def _worker(
-    ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
-    WORKERS: gl.constexpr, STAGES: gl.constexpr,
+    ring, work, bounds, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    WORKERS: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -150,13 +175,9 @@ def _worker(
         longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
         block, head = _part(tile, WORKER, blocks, GROUP, WORKERS)
         key_blocks = _key_blocks(block)
-        # Skip the key blocks that only other workers need.
-        for _ in range(_key_blocks(longest) - key_blocks):
-            mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
-            mbarrier.arrive(free.index(count % STAGES), count=1)
-            mbarrier.wait(v_full.index(count % STAGES), (count // STAGES) & 1)
-            count += 1
-        # The diagonal block, the only one with masked keys.
+        unseen = _unseen_blocks(bounds, pair // KV_HEADS, block, BOUNDED)
+        count = _skip(ring, count, _key_blocks(longest) - key_blocks, STAGES)
+        # The diagonal block, the only one with masked keys unless BOUNDED.
         stage = count % STAGES
         mbarrier.wait(q_full.index(WORKER), turn & 1)
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
@@ -166,12 +187,15 @@ def _worker(
         rows = block * _QUERIES + gl.arange(0, _QUERIES, gl.SliceLayout(1, SCORES))
         columns = (key_blocks - 1) * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
         s = gl.where(rows[:, None] >= columns[None, :], s, -float("inf"))
+        if BOUNDED:
+            firsts = gl.load(bounds[0] + pair // KV_HEADS * bounds[1] + rows)
+            s = gl.where(columns[None, :] >= firsts[:, None], s, -float("inf"))
         highest = gl.max(s, axis=1)
         p = _exp2(s * scale - (highest * scale)[:, None])
         total = _thread_sums(p)
         shares = gl.convert_layout(p.to(gl.bfloat16), SHARES)
         o = gl.zeros([_QUERIES, WIDTH], gl.float32, OUT)
-        for _ in range(key_blocks - 1):
+        for back in range(1, key_blocks - unseen):
             late_stage = count % STAGES
             late_phase = (count // STAGES) & 1
             count += 1
@@ -181,6 +205,9 @@ def _worker(
             o = warpgroup_mma(shares, v_here.index(late_stage), o, is_async=True)
             s = warpgroup_mma(queries, k_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
             o, s = warpgroup_mma_wait(0, deps=[o, s])
+            if BOUNDED:
+                columns = (key_blocks - 1 - back) * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
+                s = gl.where(columns[None, :] >= firsts[:, None], s, -float("inf"))
             higher = gl.maximum(highest, gl.max(s, axis=1))
             shrink = _exp2((highest - higher) * scale)
             p = _exp2(s * scale - (higher * scale)[:, None])
@@ -195,6 +222,9 @@ def _worker(
         o = warpgroup_mma(shares, v_here.index(count % STAGES), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         count += 1
+        if BOUNDED:
+            shortest, _ = _part(tile, WORKERS - 1, blocks, GROUP, WORKERS)
+            count = _skip(ring, count, unseen - _unseen_blocks(bounds, pair // KV_HEADS, shortest, BOUNDED), STAGES)
         whole = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORES))
         # The row of lse: batch x heads + head.
         row = pair // KV_HEADS * KV_HEADS * GROUP + pair % KV_HEADS * GROUP + head
@@ -210,8 +240,9 @@ def _worker(
 
 @gluon.jit
 def _attention_forward(
-    q, k, v, out, lse, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
+    q, k, v, out, lse, first, first_batch, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr,
 ):  # fmt: skip
     q_here = gl.allocate_shared_memory(gl.bfloat16, [WORKERS, _QUERIES, WIDTH], q.layout)
     out_here = gl.allocate_shared_memory(gl.bfloat16, [WORKERS, _QUERIES, WIDTH], out.layout)
@@ -233,23 +264,28 @@ def _attention_forward(
     ring = (q_here, k_here, v_here, q_full, q_free, k_full, v_full, free)
     work = (out, lse, out_here, seq, out_head, tiles, head_tiles, scale)
     fetch = (q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles)
+    bounds = (first, first_batch)
     if WORKERS == 3:
         gl.warp_specialize([
-            (_worker, (ring, work, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
-            (_worker, (ring, work, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
-            (_worker, (ring, work, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
-            (_fetcher, (ring, fetch, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_worker, (ring, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, work, bounds, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_fetcher, (ring, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_worker, (ring, work, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
-            (_worker, (ring, work, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
-            (_fetcher, (ring, fetch, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_worker, (ring, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_fetcher, (ring, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
         ], [4, 1], [240, 24])  # fmt: skip
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the attention of q, k and v [batch, seq, heads, head_dim], and its log-sum-exp [batch, heads, seq]."""
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the attention of q, k and v [batch, seq, heads, head_dim], and its log-sum-exp [batch, heads, seq].
+
+    Args:
+        first: the first key each query sees, [1 or batch, seq]; None if all see the first of all.
+    """
     batch, seq, heads, width = q.shape
     kv_heads = k.shape[2]
     workers, stages = _TEAMS[width]
@@ -259,10 +295,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
     tiles = head_tiles * batch * kv_heads
     _attention_forward[(min(processors(q.device), tiles),)](
         described(q, _QUERIES.value), described(k, _KEYS.value), described(v, _KEYS.value),
-        described(out, _QUERIES.value), lse, seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
-        tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, width, workers, stages, num_warps=4,
+        described(out, _QUERIES.value), lse, *bound(first), seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
+        tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, width, workers, stages, first is not None,
+        num_warps=4,
     )  # fmt: skip
     return out, lse
+
+
+def bound(places: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return places [1 or batch, seq] and how far apart the samples' are."""
+    return places, 0 if places is None or len(places) == 1 else places.stride(0)
 
 
 def described(x: Tensor, rows: int) -> TensorDescriptor:

@@ -10,6 +10,10 @@ waits at its start until the one before it is a step ahead, and from then on the
 FOLDED: a program has two key blocks, the one with index n - 1 - i and then the one with index i, so that all programs are equally long
 and start together. It iterates over the queries upwards in its first part and downwards in its second. In each round, which is
 one block of 128 queries, at most two programs then add to the same sums, and they begin with different halves of them.
+
+BOUNDED, each key has a last query that sees it (a document's or a window's), and a program ends with the last query of its last key.
+As later keys are never seen by fewer of the later queries, all programs between a program's keys and a block of queries add to its sum
+if that program does. In the order LAST_KEYS their number is therefore the same as without bounds.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Workers of a program, each with 64 of its keys. A block of queries is 64 too.
-_WORKERS = gl.constexpr(2)
+# Workers of a program; keys of each, and queries of a step.
+_WORKERS, _SIDE = gl.constexpr(2), gl.constexpr(64)
 # Braces make registers and labels local. Relaxed reads suffice: additions happen in L2 and cannot start before the read is done.
 _READ_TURN = gl.constexpr("ld.relaxed.gpu.global.u32 $0, [$1];")
 _AWAIT_TURN = gl.constexpr(
@@ -64,6 +68,16 @@ def _place(key_blocks, part, SECTION: gl.constexpr, ORDER: gl.constexpr):
 
 
 @gluon.jit
+def _steps(bounds, sample, key_block, key_blocks, GROUP: gl.constexpr, BOUNDED: gl.constexpr):
+    """Return how many steps a part of a program has: blocks of queries that see its keys, of each head of the group."""
+    end = key_blocks * _WORKERS
+    if BOUNDED:
+        last, last_batch = bounds
+        end = gl.load(last + sample * last_batch + (key_block * _WORKERS + _WORKERS) * _SIDE - 1) // _SIDE + 1
+    return (end - key_block * _WORKERS) * GROUP
+
+
+@gluon.jit
 def _step(step, key_block, part, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
     """Return the block of queries and the head of the group at a step of a part: from the diagonal on, or from the last block back
     to it.
@@ -100,12 +114,14 @@ def _adding_before(block, key_block, part, key_blocks, ORDER: gl.constexpr):
     return before
 
 
-def order_of(key_blocks: int, group: int, processors: int) -> gl.constexpr:
+def order_of(key_blocks: int, group: int, processors: int, *, bounded: bool) -> gl.constexpr:
     """Return the order in which programs add to a sum of dQ in deterministic mode.
 
     FOLDED wants all programs of a KV head at the same time, beside other kernels on half of the multiprocessors, and enough steps
     between two programs' additions to the same sums.
     """
+    if bounded:
+        return LAST_KEYS
     if group >= _STEPS_APART and key_blocks % 2 == 0 and key_blocks <= processors:
         return FOLDED
     return FIRST_KEYS if key_blocks >= _LONG else LAST_KEYS
