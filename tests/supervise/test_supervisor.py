@@ -144,13 +144,21 @@ def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, caplog: pytest.
     assert attempts.events() == []
 
 
+NCCL_LOST_ITS_PEER = """torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2582, remote process exited or there was a \
+network error, NCCL version 2.28.9
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketPollConnect: connect to fe80::1<1> returned an error"""
+
+
+@pytest.mark.parametrize("lost", ["RuntimeError: Connection closed by peer [127.0.0.1]:1", NCCL_LOST_ITS_PEER])
 @pytest.mark.parametrize("later", [0, 1])
-def test_a_rank_that_lost_its_connection_is_not_taken_for_the_one_that_failed(tmp_path: Path, later: int) -> None:
+def test_a_rank_that_lost_its_connection_is_not_taken_for_the_one_that_failed(
+    tmp_path: Path, later: int, lost: str
+) -> None:
     attempts = Attempts(tmp_path)
     files = attempts.supervisor.files
-    write_atomically(
-        files.error(0), "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:1"
-    )
+    write_atomically(files.error(0), f'Traceback (most recent call last):\n  File "step.py", line 1, in step\n{lost}')
     write_atomically(files.error(1), "Traceback (most recent call last):\nValueError: broken")
     # Within one tick of the file system's clock, or in reverse order.
     for rank in (0, 1):
@@ -158,6 +166,25 @@ def test_a_rank_that_lost_its_connection_is_not_taken_for_the_one_that_failed(tm
     assert attempts.supervisor.failed({0: 1, 1: 1})
     assert attempts.supervisor.failure is not None
     assert (attempts.supervisor.failure.rank, attempts.supervisor.failure.cause) == (1, "ValueError: broken")
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "rank"),
+    [
+        (-signal.SIGABRT, "ValueError: broken", 1),
+        (-signal.SIGABRT, NCCL_LOST_ITS_PEER, 0),
+        (-signal.SIGKILL, "ValueError: broken", 0),
+    ],
+)
+def test_a_rank_that_nccl_aborted_is_not_taken_for_the_one_that_failed(
+    tmp_path: Path, code: int, error: str, rank: int
+) -> None:
+    """One that was killed is."""
+    attempts = Attempts(tmp_path)
+    write_atomically(attempts.supervisor.files.error(1), f"Traceback (most recent call last):\n{error}")
+    assert attempts.supervisor.failed({0: code, 1: 1})
+    assert attempts.supervisor.failure is not None
+    assert attempts.supervisor.failure.rank == rank
 
 
 @pytest.mark.parametrize(("saved", "code"), [(True, EXIT_RESUMABLE), (False, 128 + signal.SIGTERM)])

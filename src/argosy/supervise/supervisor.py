@@ -50,7 +50,7 @@ _LOG_S = 2.0
 _COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
 # Messages of gloo and NCCL about a lost peer. They are a consequence; the peer's node reports the cause.
 _LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Connection refused|[Cc]onnect timeout"
+    r"Connection (closed|reset) by (remote )?peer|Broken pipe|remote process exit|Connection refused|[Cc]onnect timeout"
 )
 # Messages of gloo and NCCL about a collective that took too long. The rank that has not begun it is to blame.
 _TIMED_OUT = re.compile(r"Timed out waiting|Watchdog caught collective operation timeout")
@@ -242,8 +242,11 @@ class Supervisor:
     def _explain(self, failure: RankFailure, exit_codes: Mapping[int, int]) -> None:
         """Find the cause from the exit codes, once torch has collected them. The rank that failed first by itself is named."""
         code = exit_codes.get(failure.rank, EXIT_BUG)
-        forced = code < 0 and not self.files.error(failure.rank).exists()
-        if not forced and (errors := self.files.errors()):
+        errors = self.files.errors()
+        if code < 0 and not self.files.error(failure.rank).exists():
+            # Ended from outside, and errors of others follow from that; but NCCL aborts a rank that lost its peer.
+            errors = [error for error in errors if code == -signal.SIGABRT and not _lost_a_peer(error[1])]
+        if errors:
             # A rank that lost a connection failed after another one, even if file times are too coarse to show the order.
             failure.rank, failure.error = min(errors, key=lambda error: _lost_a_peer(error[1]))
             if (where := self.progress(failure.rank)) is not None:
@@ -370,7 +373,8 @@ class Supervisor:
 
 
 def _lost_a_peer(error: str) -> bool:
-    return _LOST_PEER.search(error.splitlines()[-1]) is not None
+    """Return whether an error's message, which follows the indented lines of its traceback, is about a lost peer."""
+    return _LOST_PEER.search(error.rpartition("\n ")[2]) is not None
 
 
 def _is_dead(pid: int) -> bool:
