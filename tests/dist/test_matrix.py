@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 
 from argosy.families.adapter_sizes import is_adapter
+from dist.devices import ON_GPU
 from dist.norms import spread_norm
 from dist.pool import Pool, gloo_threads
-from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_compiled, train_steps
+from dist.training import (
+    DECODERS,
+    ENCODERS,
+    Trace,
+    gradients_between,
+    spec_of,
+    train_broken,
+    train_compiled,
+    train_steps,
+)
 
 # The second step begins with what the first left: weights, moments, biases of experts, gradients that were to be cleared. Every planted
 # bug shows by then. The model with experts, which has whatever the others have, goes on for longer on the layouts all models try.
@@ -35,7 +45,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "dp_shard=2 micro_batch=8": "moe",
     "dp_shard=4": "gpt",
     "dp_shard=4 reshard=false recompute=full micro_batch=2": "llama",
-    "dp_replicate=2 dp_shard=2 micro_batch=4": "moe",
+    "dp_replicate=2 dp_shard=2 micro_batch=2": "moe",
     "cp=4 cp_kind=ulysses": "gpt",
     "pp=4": "gpt",
     "tp=2 sp=false": "moe",
@@ -89,7 +99,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "dp_shard=8 ep=4 recompute=full micro_batch=2": "moe",
     "cp=2 ep=2": "moe",
     "dp_replicate=2 dp_shard=2 ep=2": "moe",
-    "dp_replicate=2 dp_shard=4 ep=2 reshard=false micro_batch=2": "moe",
+    "dp_replicate=2 dp_shard=4 ep=2 reshard=false micro_batch=1": "moe",
     "dp_shard=2 cp=2 ep=4 model.moe.shared_experts=1": "moe",
     "dp_shard=2 cp=2 cp_kind=ulysses ep=2 recompute=selective": "moe",
     "dp_shard=2 tp=2 ep=2": "moe",
@@ -148,10 +158,20 @@ def run(
     return traces
 
 
+def draws_its_own(layout: str) -> bool:
+    """On a GPU, attention's kernels draw dropout for the heads and queries they get: those of a rank draw what one process's do not."""
+    return ON_GPU and "dropout=" in layout and any(axis in layout for axis in ("tp=", "cp="))
+
+
 def require_equal(model: str, layout: str, traces: list[Trace]) -> None:
     """Every rank's numbers are those of one process with the same micro-batches, and without padding of the vocabulary."""
     kept = [key for key in sized(layout).split() if "." in key or key.startswith("micro_batch")]
     expected = reference(model, " ".join([*kept, "model.vocab_multiple=1"]), len(traces[0].losses))
+    if draws_its_own(layout):
+        for trace in traces:
+            assert trace.losses == traces[0].losses
+            np.testing.assert_allclose(trace.losses, expected.losses, rtol=0.05)
+        return
     for trace in traces:
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-5)
         np.testing.assert_allclose(trace.norms, expected.norms, rtol=1e-4)
@@ -177,6 +197,14 @@ def test_an_engine_that_is_dropped_takes_its_groups_with_it(pool: Pool, layout: 
     """Nothing out of the garbage collector's sight holds it: hooks of parameters are."""
     run(pool, "gpt", layout)
     assert pool.run(1, gloo_threads) == [0]
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_shard=2 cp=2", "dp_shard=2 tp=2", "dp_shard=2 reshard=false"])
+def test_between_micro_batches_a_rank_has_no_gradients_but_its_shards(pool: Pool, layout: str) -> None:
+    """What is not reduced would take the memory of the whole model."""
+    ranks = spec_of("gpt", layout).parallel.world_size
+    for held in pool.run(ranks, gradients_between, "gpt", f"{sized(layout)} train.precision=bf16"):
+        assert held == [(0, True), (1, True)]
 
 
 @pytest.mark.parametrize(

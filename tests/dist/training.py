@@ -16,6 +16,8 @@ from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
 from argosy.model.build import initial_weights
 from argosy.model.ops.matmul import separable
+from argosy.parallel.data_parallel import DataParallel
+from argosy.parallel.fsdp import units
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import whole
@@ -135,6 +137,27 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
     return Trace(
         losses, norms, {name: whole(w).float().numpy(force=True).copy() for name, w in optimizer.weights().items()}
     )
+
+
+def gradients_between(model: str, layout: str) -> list[tuple[int, bool]]:
+    """Return, before each pass of a step, how many gradients each parameter has, and whether those are all that FSDP keeps."""
+    spec = spec_of(model, layout)
+    mesh = own_mesh(spec.parallel)
+    engine = parallelize(spec, mesh)
+    optimizer = Optimizer(engine.model, spec.optim)
+    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    held, before = [], DataParallel._before_pass
+
+    def looked(self: DataParallel, last: bool) -> None:
+        (count,) = {int(parameter.grad is not None) for parameter in self.model.parameters()}
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units(self.model)]
+        whole = [p.unsharded_accumulated_grad for group in groups if group is not None for p in group.fsdp_params]
+        held.append((count, bool(whole) and all(gradient is None for gradient in whole)))
+        before(self, last)
+
+    with patch.object(DataParallel, "_before_pass", looked):
+        take_step(engine, optimizer, share_of(batch_of(model, 1), mesh), step=1, lr=spec.optim.lr)
+    return held
 
 
 def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:

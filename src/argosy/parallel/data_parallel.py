@@ -1,8 +1,8 @@
 """Data parallelism: each rank trains on its share of the global batch, with a replica of the model, a shard (FSDP) or both.
 
 A rank's share is a contiguous range of the batch's samples. Micro-batches, and with them dropout and losses per micro-batch, are
-therefore those of one process. Gradients are summed over all ranks once a step, beside the backward pass of the last micro-batch.
-Losses, counts and expert loads are summed too, so that every rank has the `Result` of the global batch.
+therefore those of one process. Gradients are summed over all ranks once a step, beside the backward pass of the last micro-batch;
+FSDP sums its shards in every micro-batch. Losses, counts and expert loads are summed too, so that every rank has the `Result` of the global batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.cp import input_cut
 from argosy.parallel.engine import Result, ignore_phase
-from argosy.parallel.fsdp import reduce_after
+from argosy.parallel.fsdp import reduce_copies
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import GradientSums
 from argosy.parallel.shards import norm_of
@@ -42,6 +42,7 @@ class DataParallel:
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
         self._texts = TextInputs.of(mesh, parallel)
         self._data_rank = mesh.data_rank
+        self._exact = parallel.reduce == "fp32"
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)
@@ -64,7 +65,7 @@ class DataParallel:
         return self._reduction.sum_result(result, totals)
 
     def _before_pass(self, last: bool) -> None:
-        reduce_after(self.model, last=last)
+        reduce_copies(self.model, last=last, exact=self._exact)
         if last:
             self._reduction.arm()
 
