@@ -43,9 +43,12 @@ def split_costs(costs: list[float], parts: int) -> list[range]:
     for part in range(1, parts + 1):
         row = [(inf, inf, 0)] * (len(costs) + 1)
         for end in range(part, len(costs) + 1):
-            for start in range(part - 1, end):
+            for start in range(end - 1, part - 2, -1):
                 most, squares, _ = best[-1][start]
                 cost = sums[end] - sums[start]
+                # The part only grows from here on.
+                if cost > row[end][0]:
+                    break
                 row[end] = min(row[end], (max(most, cost), squares + cost * cost, start))
         best.append(row)
     ranges: list[range] = []

@@ -45,6 +45,7 @@ class Stack(Section):
     accumulated: float = 0.0
     chunked_loss: bool = False
     narrow_inputs: bool = False
+    keeps_gathered: bool = False
     attention: Literal["native", "flash", "unfused"]
     repeats_heads: bool = False
     fused: bool = True

@@ -13,14 +13,13 @@ from typing import Literal
 from argosy.config.counts import (
     TARGETS_PER_SOURCE,
     attention_parameters,
-    layer_flops,
     mlp_parameters,
     norm_parameters,
 )
 from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
-from argosy.config.stage_layers import V_SHAPED
+from argosy.config.stage_layers import V_SHAPED, rank_of_stage, split_layers
 from argosy.families.adapter_sizes import adapted_layers, adapter_parameters
 from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
@@ -203,12 +202,6 @@ class Work:
     def sizes(self) -> Sizes:
         return sizes_of(self.model, self.latent, self.next_tokens)
 
-    @cached_property
-    def head_layers(self) -> float:
-        """FLOPs of the output head as a multiple of those of a layer."""
-        layers, head = layer_flops(self.model, self.seq_len)
-        return head / layers[-1]
-
     def __hash__(self) -> int:
         return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))
 
@@ -313,33 +306,25 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
 def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> tuple[int, ...]:
     """Return the number of layers on each pipeline rank.
 
-    Stages are equal, and the first ones have one layer more if the layers do not divide. With `levelled` the last stage has fewer
-    layers to balance the output head, as far as that makes the slowest stage faster.
+    Stages are equal, and the first ones have one layer more if the layers do not divide. With `levelled` they are those of Argosy's
+    own pipelines, whose last stage has fewer layers to balance the output head.
     """
-    chunks = layout.vpp if layout.pp * layout.vpp <= work.sizes.layers else 1
-    return _of_ranks(
-        work.sizes.layers, layout.pp, chunks, work.head_layers if levelled else 0.0, layout.schedule in V_SHAPED
-    )
+    layers = work.sizes.layers
+    stages = layout.pp * (layout.vpp if layout.pp * layout.vpp <= layers else 1)
+    if levelled:
+        sizes = _levelled(work, stages)
+    else:
+        each, over = divmod(layers, stages)
+        sizes = tuple(each + (stage < over) for stage in range(stages))
+    held = [0] * layout.pp
+    for stage, size in enumerate(sizes):
+        held[rank_of_stage(layout.schedule, layout.pp, stage)] += size
+    return tuple(held)
 
 
 @lru_cache
-def _of_ranks(layers: int, ranks: int, chunks: int, head: float, v_shaped: bool) -> tuple[int, ...]:
-    stages = _split(layers, ranks * chunks, head)
-    if v_shaped:
-        return tuple(down + up for down, up in zip(stages[:ranks], reversed(stages[ranks:]), strict=True))
-    return tuple(sum(stages[rank::ranks]) for rank in range(ranks))
-
-
-def _split(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    if stages == 1:
-        return (layers,)
-
-    def slowest(last: int) -> float:
-        return max(-(-(layers - last) // (stages - 1)), last + head)
-
-    last = min(range(layers // stages, 0, -1), key=slowest)
-    each, over = divmod(layers - last, stages - 1)
-    return (*(each + (stage < over) for stage in range(stages - 1)), last)
+def _levelled(work: Work, stages: int) -> tuple[int, ...]:
+    return tuple(map(len, split_layers(work.model, stages, work.seq_len)))
 
 
 def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:

@@ -201,7 +201,9 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     running = whole + (6 * sizes.hidden if layout.sp else 0)
     running += (inner - 2) * (sizes.mlp_width + sizes.expert_width) / layout.tp
     if layout.recompute == "none":
-        return whole, running
+        # The inputs of attention and MLP, of all tokens.
+        gathered = 4 * sizes.hidden * (1 - 1 / layout.tp) if layout.sp and stack.keeps_gathered else 0.0
+        return whole + gathered, running + gathered
     if layout.recompute == "full":
         return 2 * sizes.hidden / outer, running
     if stack.selective == "scores":

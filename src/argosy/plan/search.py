@@ -15,7 +15,7 @@ from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
-from argosy.plan.layouts import Layout, Recompute, Work, violations
+from argosy.plan.layouts import Layout, Recompute, Work, stage_layers, violations
 from argosy.plan.memory import StageMemory, memory_of, stage_memory
 from argosy.plan.time import StepTime, step_time
 
@@ -210,9 +210,12 @@ def micro_batches(
 def _need(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
     """Return the GiB that a layout needs of a GPU.
 
-    The first stage has the most micro-batches in flight and the last stage has the logits: no other stage needs more.
+    The first stage has the most micro-batches in flight, the last one has the logits, and the first of those with the most layers may
+    be another: no other stage needs more.
     """
-    return max(stage_memory(work, layout, stack, known, stage).device for stage in {0, layout.pp - 1})
+    layers = stage_layers(work, layout, levelled=stack.levelled)
+    fullest = {0, layers.index(max(layers)), layout.pp - 1}
+    return max(stage_memory(work, layout, stack, known, stage).device for stage in fullest)
 
 
 @lru_cache
