@@ -181,7 +181,7 @@ def test_the_operators_lay_their_results_where_a_compiler_expects_them(tokens_fi
         return x if tokens_first else x.transpose(1, 2)
 
     q, k, v, d_out = heads(HEADS), heads(2), heads(2), heads(HEADS)
-    form = (True, 7, None)
+    form = (True, 7, None, None, None)
     out, lse = torch.ops.argosy.attention("flash", q, k, v, *form)
     checked = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.argosy.attention, ("flash", q, k, v, *form), test_utils=checked)

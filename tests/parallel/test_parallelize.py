@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from argosy.config.resolve import resolve
 from argosy.model.build import initial_weights
 from argosy.model.objective import Objective
+from argosy.model.ops import hopper
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.parallelize import parallelize
+from argosy.parallel.parallelize import captures_graphs, parallelize
 
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
 
@@ -156,3 +157,24 @@ take_step(*start(spec, prepare_device(spec.train)), synthetic_batch(spec), step=
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "captured"),
+    [
+        ([], True),
+        (["data.document_mask=true"], True),
+        (["data.document_mask=true", "data.seq_len=1000"], False),
+        (["data.task=prefix-lm"], False),
+        (["model.dropout=0.1"], False),
+        (["parallel.graph=off"], False),
+    ],
+)
+def test_passes_are_captured_where_a_replay_has_the_same_bits(
+    keys: list[str], captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents do where Argosy's own kernels read them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
+    needed = ["model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
+    assert captures_graphs(resolve(None, [*needed, *keys]).spec, "bf16", torch.device("cuda")) == captured

@@ -83,7 +83,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         micro_batch=parallel.micro_batch,
         device=mesh.device,
         z_loss=z_loss,
-        cuda_graphs=captures_graphs(spec, mesh.device),
+        cuda_graphs=captures_graphs(spec, precision, mesh.device),
     )
 
 
@@ -115,10 +115,17 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     model._apply(allocated)
 
 
-def captures_graphs(spec: RunSpec, device: torch.device) -> bool:
+def captures_graphs(spec: RunSpec, precision: str, device: torch.device) -> bool:
     """True if every pass launches the same kernels, so that it can be captured as a CUDA graph.
 
-    Dropout rules it out: each block of each pass is seeded anew. Document masks are excluded because no GPU has yet shown that
-    they replay with the same bits."""
+    Dropout rules it out: each block of each pass is seeded anew. A mask that depends on the batch does unless Argosy's own kernels read
+    it: no GPU has yet shown that the others replay with the same bits.
+    """
     asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
-    return asked and not spec.model.dropout and not spec.model.embed_noise and not masks_vary(spec)
+    if not asked or spec.model.dropout or spec.model.embed_noise:
+        return False
+    if not masks_vary(spec):
+        return True
+    from argosy.parallel.attention_cases import attention_backends
+
+    return attention_backends(spec, precision, device) == {"hopper"}
