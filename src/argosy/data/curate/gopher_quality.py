@@ -6,7 +6,8 @@ import numpy as np
 
 from argosy.data.curate.characters import LETTER, NOT_SYMBOL
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Integers, TextBatch
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Integers
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 

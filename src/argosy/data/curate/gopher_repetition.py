@@ -14,7 +14,8 @@ import numpy.typing as npt
 from pydantic import field_validator
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, Integers, TextBatch, WordSequence
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes, Integers, WordSequence
 
 _PARAGRAPHS = re.compile(r"\n{2,}")
 _LINES = re.compile(r"\n+")

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from argosy.data.curate.document_marks import ComparingStep, Marks
-from argosy.data.curate.text_batch import Hashes, TextBatch, mix
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes, mix
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
