@@ -14,7 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.curate.characters import FOLDS, LETTER, NOT_SYMBOL, SPACE, WORD, folded, kinds
-from argosy.data.curate.word_sequence import BASE, Hashes, Integers, WordSequence, inverse_powers, powers, running_sums
+from argosy.data.curate.word_sequence import (
+    BASE,
+    Hashes,
+    Integers,
+    WordSequence,
+    inverse_powers,
+    mix,
+    powers,
+    running_sums,
+)
 
 
 class TextBatch:
@@ -37,11 +46,7 @@ class TextBatch:
         try:
             return np.frombuffer(joined.encode("latin-1"), np.uint8)
         except UnicodeEncodeError:
-            # Two bytes for each character, unless there is one that needs four.
-            wide = joined.encode("utf-16-le", "surrogatepass")
-        if len(wide) == 2 * len(joined):
-            return np.frombuffer(wide, "<u2")
-        return np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
+            return np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
 
     @cached_property
     def offsets(self) -> Integers:
@@ -107,6 +112,35 @@ class TextBatch:
         is_word = np.flatnonzero((self.kinds[starts] & WORD) != 0)
         per_document = np.diff(np.searchsorted(is_word, self.words.firsts))
         return WordSequence(hashes.take(is_word), self.words.lengths.take(is_word), per_document)
+
+    @cached_property
+    def lines(self) -> tuple[Integers, Integers]:
+        """The start and end of each line, between line feeds. The lines of document i are `line_firsts[i]` … `line_firsts[i + 1] - 1`."""
+        ends = np.flatnonzero(self.codes == ord("\n"))
+        return np.concatenate((ends[:0] if not len(ends) else [0], ends[:-1] + 1)), ends
+
+    @cached_property
+    def line_firsts(self) -> Integers:
+        """The first line of each document, and the end."""
+        return np.searchsorted(self.lines[0], self.offsets)
+
+    @cached_property
+    def line_words(self) -> Integers:
+        """The number of words of each line."""
+        starts, ends = self.lines
+        return np.diff(np.searchsorted(self._runs[0], np.concatenate((starts, ends[-1:]))))
+
+    @cached_property
+    def repeats_lines(self) -> npt.NDArray[np.bool_]:
+        """True for each document in which two lines that are not empty are equal, or their hashes."""
+        starts, ends = self.lines
+        filled = np.flatnonzero(ends > starts)
+        documents = np.repeat(np.arange(len(self.texts)), np.diff(self.line_firsts))[filled]
+        salted = self.hashes(starts[filled], ends[filled]) + mix(documents.astype(np.uint64))
+        order = np.argsort(salted)
+        repeated = np.zeros(len(self.texts), np.bool_)
+        repeated[documents[order[1:][np.diff(salted[order]) == 0]]] = True
+        return repeated
 
     @cached_property
     def word_kinds(self) -> npt.NDArray[np.uint8]:

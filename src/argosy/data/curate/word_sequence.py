@@ -74,20 +74,21 @@ class WordSequence:
 
     @cached_property
     def document_salts(self) -> Hashes:
-        """A hash of each word's document."""
-        return np.repeat(mix(np.arange(1, len(self.per_document) + 1, dtype=np.uint64)), self.per_document)
+        """An odd number for each word, which depends on its document. Hashes times it differ between documents."""
+        salts = mix(np.arange(1, len(self.per_document) + 1, dtype=np.uint64)) | np.uint64(1)
+        return np.repeat(salts, self.per_document)
 
     @cached_property
     def _letter_sums(self) -> tuple[Hashes, Hashes]:
         """The prefix sums of the polynomial over the letters of all words written without spaces, and what each is scaled by."""
         count = int(self.bounds[-1]) + 1
         sums = running_sums(self.hashes * powers(BASE, count).take(self.bounds[:-1]))
-        return sums, inverse_powers(BASE, count).take(self.bounds)
+        return sums, inverse_powers(BASE, count).take(self.bounds[:-1]) * self.document_salts
 
     @cached_property
     def _word_sums(self) -> tuple[Hashes, Hashes]:
         """The prefix sums of the polynomial over the words, and what each is scaled by."""
-        return running_sums(self.hashes * powers(_WORD_BASE, self.count)), inverse_powers(_WORD_BASE, self.count + 1)
+        return running_sums(self.hashes * powers(_WORD_BASE, self.count)), inverse_powers(_WORD_BASE, self.count)
 
     def document_sums(self, values: npt.NDArray[Any]) -> Integers:
         """Return the sum of a value of each word, for each document."""
@@ -98,19 +99,22 @@ class WordSequence:
         longest = np.zeros(len(self.per_document), np.int64)
         has_gram = self.per_document >= n
         if has_gram.any():
-            spans = np.zeros(self.count, np.int64)
-            spans[: self.count + 1 - n] = self.bounds[n:] - self.bounds[:-n] + n - 1
+            spans = self.bounds[n:] - self.bounds[:-n]
             # A segment that ends with another document's n-grams is only longer.
-            longest[has_gram] = np.maximum.reduceat(spans, self.firsts[:-1][has_gram])
+            longest[has_gram] = np.maximum.reduceat(spans, self.firsts[:-1][has_gram]) + (n - 1)
         return longest
 
     def joined_grams(self, n: int, starts: Integers) -> Hashes:
-        """Return a hash of words i … i + n - 1 written without spaces, for each start i."""
+        """Return a hash of words i … i + n - 1 written without spaces, for each start i. Other documents have other hashes."""
         return _spans(*self._letter_sums, n, starts)
 
     def grams(self, n: int, starts: Integers) -> Hashes:
         """Return a hash of words i … i + n - 1 for each start i."""
         return _spans(*self._word_sums, n, starts)
+
+    def all_grams(self, n: int) -> Hashes:
+        """Return the hashes of all n-grams, also of those that begin in one document and end in another."""
+        return _all_spans(*self._word_sums, n)
 
     def gram_starts(self, n: int, documents: npt.NDArray[np.bool_]) -> Integers:
         """Return the first words of the n-grams that lie within one of these documents."""
@@ -133,6 +137,10 @@ def _spans(sums: Hashes, scale: Hashes, n: int, starts: Integers) -> Hashes:
     if 4 * len(starts) < len(sums):
         return (sums[starts + n] - sums[starts]) * scale[starts]
     # Neighbours are subtracted faster than they are looked up.
+    return _all_spans(sums, scale, n).take(starts)
+
+
+def _all_spans(sums: Hashes, scale: Hashes, n: int) -> Hashes:
     spans = sums[n:] - sums[:-n]
     spans *= scale[: len(spans)]
-    return spans.take(starts)
+    return spans
