@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 CODE_POINTS = 0x110000
 # Bits of `kinds`. A character that is neither SPACE nor WORD is punctuation or a symbol. FOLDS: a WORD character is not its own folded
-# form. TERMINAL: it ends a sentence.
-SPACE, WORD, LETTER, NOT_SYMBOL, FOLDS, TERMINAL = 1, 2, 4, 8, 16, 32
+# form. TERMINAL: it ends a sentence. MARK: a rule counts it.
+SPACE, WORD, LETTER, NOT_SYMBOL, FOLDS, TERMINAL, MARK = 1, 2, 4, 8, 16, 32, 64
 # Code points from here on have no case and no decomposition that matters: mostly CJK.
 _FOLDED_UP_TO = 0x3000
 
@@ -76,6 +76,8 @@ def _kind(character: str) -> int:
     kind = 0 if character in SYMBOLS else NOT_SYMBOL
     if character in TERMINAL_PUNCTUATION:
         kind |= TERMINAL
+    if character in "#.…-•":
+        kind |= MARK
     if character.isalpha():
         kind |= LETTER
     if character.isalnum() or character == "_":

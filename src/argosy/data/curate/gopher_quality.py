@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.curate.characters import LETTER, NOT_SYMBOL, SPACE
+from argosy.data.curate.characters import LETTER, MARK, NOT_SYMBOL, SPACE
 from argosy.data.curate.curation_step import CurationStep, StepResult
 from argosy.data.curate.text_batch import TextBatch
 from argosy.data.curate.word_sequence import Hashes, Integers
@@ -58,9 +58,10 @@ class Step(CurationStep):
         words = batch.words
         # Nearly all other words are ruled out by one look into a table of bits.
         places = np.flatnonzero(screen.take((words.hashes >> _SCREEN_SHIFT).view(np.int64)))
+        hashes, documents = words.hashes[places], words.document_of[places]
         found = np.zeros((len(batch.texts), len(stops)), np.bool_)
         for number, stop in enumerate(stops):
-            found[words.document_of[places[words.hashes[places] == stop]], number] = True
+            found[documents[hashes == stop], number] = True
         return found.sum(axis=1)
 
     def _reason(
@@ -128,15 +129,16 @@ def _stop_hashes(stop_words: tuple[str, ...]) -> tuple[Hashes, npt.NDArray[np.bo
 
 def _marks(batch: TextBatch) -> tuple[Integers, ...]:
     """Return the hash signs of each document, its ellipses and lines with a bullet or more than that, and its line feeds."""
-    codes = batch.codes
-    dots = np.flatnonzero(codes == ord("."))
+    places = np.flatnonzero((batch.kinds & MARK) != 0)
+    codes = batch.codes[places]
+    dots = places[codes == ord(".")]
     dots = dots[:-2][dots[2:] - dots[:-2] == 2]
-    bullets = np.flatnonzero((codes == ord("-")) | (codes == ord("•")))
+    bullets = places[(codes == ord("-")) | (codes == ord("•"))]
     # The character before the first one is the last, a line feed.
     bullets = bullets[batch.kinds[bullets - 1] & SPACE != 0]
     return (
-        batch.counts(np.flatnonzero(codes == ord("#"))),
-        batch.counts(dots) + batch.counts(np.flatnonzero(codes == ord("…"))),
+        batch.counts(places[codes == ord("#")]),
+        batch.counts(dots) + batch.counts(places[codes == ord("…")]),
         batch.counts(bullets),
         np.diff(batch.line_firsts) - 1,
     )

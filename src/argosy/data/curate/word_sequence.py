@@ -92,7 +92,11 @@ class WordSequence:
 
     def document_sums(self, values: npt.NDArray[Any]) -> Integers:
         """Return the sum of a value of each word, for each document."""
-        return np.diff(running_sums(values, np.int64)[self.firsts])
+        sums = np.zeros(len(self.per_document), np.int64)
+        filled = self.per_document > 0
+        if filled.any():
+            sums[filled] = np.add.reduceat(values, self.firsts[:-1][filled], dtype=np.int64)
+        return sums
 
     def longest_grams(self, n: int) -> Integers:
         """Return the number of characters of each document's longest n-gram, spaces included, or more; 0 if it has none."""
