@@ -20,10 +20,10 @@ _powers: dict[int, Hashes] = {}
 
 
 def powers(base: int, count: int) -> Hashes:
-    """Return base**0 … base**(count - 1) modulo 2**64. The table grows with the largest request."""
+    """Return base**0 … base**(count - 1) modulo 2**64. The table grows in powers of two."""
     table = _powers.get(base)
     if table is None or len(table) < count:
-        table = np.full(max(count, 1 << 20), base, np.uint64)
+        table = np.full(1 << max(18, count.bit_length()), base, np.uint64)
         table[0] = 1
         table = _powers[base] = np.cumprod(table, dtype=np.uint64)
     return table[:count]
