@@ -89,7 +89,7 @@ class Step(CurationStep):
             found = possible & (covered / np.maximum(sizes, 1) > fraction)
             # What repeated n-grams cover is an upper bound. The rule counts them from left to right, without overlap.
             for number in np.flatnonzero(found):
-                found[number] = repeats.counted(int(number)) / sizes[number] > fraction
+                found[number] = repeats.count_exceeds(int(number), int(sizes[number]), fraction)
             _remove(result, candidates, found, f"duplicated_{n}_n_grams")
 
     def _lines(self, text: str) -> str | None:
@@ -174,21 +174,24 @@ class Repeats:
         documents = self.words.document_of[order]
         return np.bincount(documents, characters, len(self.words.per_document)).astype(np.int64)
 
-    def counted(self, document: int) -> int:
-        """Return how many characters of a document are in repeated n-grams, counted from left to right without overlap."""
+    def count_exceeds(self, document: int, size: int, fraction: float) -> bool:
+        """Return True if repeated n-grams, counted from left to right without overlap, have more than a fraction of `size` characters."""
         places, groups = self._ordered
         low, high = np.searchsorted(places, self.words.firsts[document : document + 2])
+        places, groups = places[low:high], groups[low:high]
+        lengths = self.words.bounds[places + self.n] - self.words.bounds[places]
         seen: set[int] = set()
         next_place, characters = 0, 0
-        bounds = self.words.bounds
-        for place, group in zip(places[low:high].tolist(), groups[low:high].tolist(), strict=True):
+        for place, group, length in zip(places.tolist(), groups.tolist(), lengths.tolist(), strict=True):
             if place < next_place:
                 continue
             if group in seen:
-                characters += int(bounds[place + self.n] - bounds[place])
+                characters += length
+                if characters / size > fraction:
+                    return True
                 next_place = place + self.n
             seen.add(group)
-        return characters
+        return False
 
 
 def _sharing(hashes: Hashes) -> Integers:
