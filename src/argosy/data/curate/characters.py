@@ -50,12 +50,13 @@ class CharacterTable:
 
     def look_up(self, codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the values of some characters."""
-        found = self._values.take(codes)
-        for code in set(codes[found == self._unknown].tolist()):
-            self._values[code] = self._value_of(chr(code))
-            found = None
-        values: npt.NDArray[Any] = self._values.take(codes) if found is None else found
-        return values
+        found: npt.NDArray[Any] = self._values.take(codes)
+        unknown = np.flatnonzero(found == self._unknown)
+        if len(unknown):
+            for code in set(codes[unknown].tolist()):
+                self._values[code] = self._value_of(chr(code))
+            found[unknown] = self._values.take(codes[unknown])
+        return found
 
 
 @cache

@@ -62,7 +62,8 @@ class Step(CurationStep):
         found = np.zeros((len(batch.texts), len(stops)), np.bool_)
         for number, stop in enumerate(stops):
             found[documents[hashes == stop], number] = True
-        return found.sum(axis=1)
+        counts: Integers = found.sum(axis=1)
+        return counts
 
     def _reason(
         self,

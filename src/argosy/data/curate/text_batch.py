@@ -41,7 +41,7 @@ class TextBatch:
 
     @cached_property
     def codes(self) -> npt.NDArray[Any]:
-        """The code points of all texts, each with a line break after it."""
+        """The code points of all texts, each with a line feed after it."""
         joined = "\n".join([*self.texts, ""])
         try:
             return np.frombuffer(joined.encode("latin-1"), np.uint8)
@@ -108,7 +108,7 @@ class TextBatch:
         codes = self.codes[places]
         changes = folded().look_up(codes).astype(np.uint64) - codes
         of_word = np.searchsorted(starts, places, side="right") - 1
-        np.add.at(hashes, of_word, changes * powers(BASE, len(self.codes) + 1).take(places - starts[of_word]))
+        np.add.at(hashes, of_word, changes * powers(BASE, len(self.codes)).take(places - starts[of_word]))
         is_word = np.flatnonzero((self.kinds[starts] & WORD) != 0)
         per_document = np.diff(np.searchsorted(is_word, self.words.firsts))
         return WordSequence(hashes.take(is_word), self.words.lengths.take(is_word), per_document)
@@ -117,7 +117,7 @@ class TextBatch:
     def lines(self) -> tuple[Integers, Integers]:
         """The start and end of each line, between line feeds. The lines of document i are `line_firsts[i]` … `line_firsts[i + 1] - 1`."""
         ends = np.flatnonzero(self.codes == ord("\n"))
-        return np.concatenate((ends[:0] if not len(ends) else [0], ends[:-1] + 1)), ends
+        return np.concatenate(([0], ends + 1))[:-1], ends
 
     @cached_property
     def line_firsts(self) -> Integers:
@@ -144,9 +144,9 @@ class TextBatch:
 
     @cached_property
     def word_kinds(self) -> npt.NDArray[np.uint8]:
-        """The kinds of all characters of each word, as one set of bits. For a word that begins with a letter only these: WORD, LETTER, NOT_SYMBOL."""
+        """The kinds of all characters of each word, as one set of bits. WORD, LETTER and NOT_SYMBOL count, no others."""
         starts, ends = self._runs
-        letter = WORD | LETTER | NOT_SYMBOL
+        letter = np.uint8(WORD | LETTER | NOT_SYMBOL)
         found = self.kinds[starts] & letter
         # Most words begin with a letter, which settles them.
         rest = np.flatnonzero((found != letter) & (self.words.lengths > 1))
