@@ -167,6 +167,7 @@ def throughput(options: argparse.Namespace) -> None:
                     tokenizer = options.tokenizer if full else ""
                     runs = [command(Path(name), source_of, f"{turn}", tokenizer) for source_of in (few, source)]
                     times.setdefault(f"{whose}: {label}", []).append((*runs[0], *runs[1]))
+                    print(f"round {turn}, {whose}: {label}: {runs[1][0]:.1f} s, {runs[1][1]:.1f} CPU s", flush=True)
         print(
             "| pipeline | seconds | CPU s | MB/s | MB/s, work | MB per CPU s, work |\n| --- | --- | --- | --- | --- | --- |"
         )
