@@ -38,7 +38,7 @@ from argosy.data.text.records import BadRecord, Parser, field_of
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
-# Characters of a batch: large enough that calls of numpy cost little, small enough for the cache of a core.
+# Characters of a batch: large enough that calls of numpy cost little. Its arrays take about 40 MB.
 BATCH_CHARACTERS = 1_000_000
 # A longer document is quarantined: every character takes about 60 bytes while its document is judged.
 MOST_CHARACTERS = 8 << 20
