@@ -1,11 +1,13 @@
 """A benchmark of `argosy data curate` beside datatrove's local executor, and of its near-duplicates beside brute force.
 
-    python benchmarks/curate.py TOKENIZER.json [MEGABYTES] [ROUNDS]
+    python benchmarks/curate.py TOKENIZER.json [--megabytes 40] [--rounds 3] [--peer-rounds 1] [--text DIR] [--only throughput|search]
 
-Throughput: documents of plain sentences, from the documentation and docstrings on this machine, as two JSONL files. Two pipelines, each
-with two workers, by both programs in turn, also on a sixth of the text ("work" is without start-up, from the difference): the filters of Gopher and FineWeb with JSON lines as output; and the same filters with MinHash
-near-duplicates and tokens as output. datatrove splits words with the rule that we have, a regular expression; its own English splitter
-is NLTK's, which is slower and needs a download. Its n-grams are hashed with SHA-1, because it does not work with xxhash 4. Before that the rules alone are compared in one process, by CPU time. It shows the best of the rounds. On a busy machine CPU seconds tell more than seconds.
+Throughput: documents of plain sentences, from the documentation and docstrings on this machine or below DIR, as two JSONL files. Two
+pipelines, each with two workers, by both programs in turn, also on a sixth of the text ("work" is without start-up, from the
+difference): the filters of Gopher and FineWeb with JSON lines as output; and the same filters with MinHash near-duplicates and tokens as
+output. datatrove splits words with the rule that we have, a regular expression; its own English splitter is NLTK's, which is slower and
+needs a download. Its n-grams are hashed with SHA-1, because it does not work with xxhash 4. Before that the rules alone are compared in
+one process, by CPU time. It shows the best of the rounds. On a busy machine CPU seconds tell more than seconds.
 
 Near-duplicates: 100,000 documents of random words, with copies edited to every similarity from 0.4 to 1. All pairs with a common
 5-gram are compared exactly (a sparse matrix product, which equals brute force: other pairs have similarity 0).
@@ -13,6 +15,7 @@ Near-duplicates: 100,000 documents of random words, with copies edited to every 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -24,7 +27,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,38 +48,43 @@ def sentences(text: str) -> Iterator[str]:
                 yield sentence
 
 
-def make_corpus(directory: Path, megabytes: float) -> list[Path]:
-    """Write two JSONL files of documents of 1 to 6 kB."""
-    roots = (sys.prefix, "/usr/share/doc", "/usr/lib/python3", "/usr/local/lib", "/usr/lib")
+def found_sentences(roots: Sequence[str]) -> list[str]:
+    """Return the different sentences of the documentation and docstrings below some directories."""
     names = (Path(where, name) for root in roots for where, _, found in os.walk(root) for name in found)
     paths = sorted({path for path in names if path.suffix in (".py", ".rst", ".md", ".txt")})
+    random.Random(0).shuffle(paths)
+    # A sentence that many files share would make all documents repeat themselves.
+    seen: dict[str, None] = {}
+    for path in paths:
+        try:
+            text = path.read_text() if path.stat().st_size < 400_000 else ""
+        except (OSError, UnicodeDecodeError):
+            continue
+        if path.suffix == ".py":
+            text = "\n\n".join(textwrap.dedent(found) for found in DOCSTRING.findall(text) if len(found) > 200)
+        seen |= dict.fromkeys(sentences(text))
+    return list(seen)
+
+
+def make_corpus(directory: Path, megabytes: float, roots: Sequence[str]) -> list[Path]:
+    """Write two JSONL files of documents of 1 to 6 kB. If the sentences do not suffice, they come again in another order."""
     rng = random.Random(0)
-    rng.shuffle(paths)
     files = [directory / "a.jsonl", directory / "b.jsonl"]
-    kept: list[str] = []
-    size, limit = 0, rng.randrange(1000, 6000)
-    seen: set[str] = set()
+    known = found_sentences(roots)
     with files[0].open("w") as first, files[1].open("w") as second:
-        for path in paths:
-            try:
-                text = path.read_text() if path.stat().st_size < 400_000 else ""
-            except (OSError, UnicodeDecodeError):
-                continue
-            if path.suffix == ".py":
-                text = "\n\n".join(textwrap.dedent(found) for found in DOCSTRING.findall(text) if len(found) > 200)
-            for sentence in sentences(text):
-                # A sentence that many files share would make all documents repeat themselves.
-                if sentence in seen:
-                    continue
-                seen.add(sentence)
-                kept.append(sentence)
-                if sum(map(len, kept)) > limit:
-                    paragraphs = [" ".join(kept[at : at + 4]) for at in range(0, len(kept), 4)]
-                    target = first if size % 2 else second
-                    size += target.write(json.dumps({"text": "\n".join(paragraphs)}) + "\n")
-                    kept, limit = [], rng.randrange(1000, 6000)
-            if size > megabytes * 1e6:
-                break
+        size, at = 0, 0
+        while size < megabytes * 1e6:
+            kept: list[str] = []
+            limit = rng.randrange(1000, 6000)
+            while sum(map(len, kept)) <= limit:
+                if at == len(known):
+                    rng.shuffle(known)
+                    at = 0
+                kept.append(known[at])
+                at += 1
+            paragraphs = [" ".join(kept[start : start + 4]) for start in range(0, len(kept), 4)]
+            target = first if size % 2 else second
+            size += target.write(json.dumps({"text": "\n".join(paragraphs)}) + "\n")
     return files
 
 
@@ -101,7 +109,8 @@ class Words(WordTokenizer):
 source, work, tokenizer = sys.argv[1:]
 words = Words()
 def run(pipeline, name, tasks=2):
-    LocalPipelineExecutor(pipeline, tasks=tasks, workers=tasks, logging_dir=f"{work}/logs/{name}").run()
+    # Processes that are forked start fastest, and their CPU time is that of this process's children.
+    LocalPipelineExecutor(pipeline, tasks=tasks, workers=min(tasks, 2), start_method="fork", logging_dir=f"{work}/logs/{name}").run()
 if __name__ == "__main__":
     filters = [GopherQualityFilter(language=words), GopherRepetitionFilter(language=words), FineWebQualityFilter(language=words)]
     read = JsonlReader(source, glob_pattern="*.jsonl")
@@ -131,15 +140,15 @@ def run(*command: str) -> tuple[float, float]:
     return time.perf_counter() - started, cpu_seconds() - before
 
 
-def throughput(tokenizer: str, megabytes: float, rounds: int) -> None:
+def throughput(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         source = Path(name, "source")
         source.mkdir()
-        files = make_corpus(source, megabytes)
+        files = make_corpus(source, options.megabytes, options.text)
         size = sum(file.stat().st_size for file in files) / 1e6
         documents = sum(file.read_bytes().count(b"\n") for file in files)
         print(f"{documents:,} documents, {size:.1f} MB of JSONL, load average {os.getloadavg()[0]:.1f}", flush=True)
-        rules(files, 2, rounds)
+        rules(files, 2, options.rounds)
         script = Path(name, "by_datatrove.py")
         script.write_text(DATATROVE)
         few = Path(name, "few")
@@ -149,15 +158,16 @@ def throughput(tokenizer: str, megabytes: float, rounds: int) -> None:
             (few / file.name).write_bytes(b"".join(lines[: len(lines) // 6]))
         small = sum(file.stat().st_size for file in few.iterdir()) / 1e6
         times: dict[str, list[tuple[float, float, float, float]]] = {}
-        for turn in range(rounds):
+        for turn in range(options.rounds):
             for full in (False, True):
                 label = "filters, near-duplicates, tokens" if full else "filters"
                 for whose, command in (("argosy", ours), ("datatrove", theirs)):
-                    runs = [
-                        command(Path(name), source_of, f"{turn}", tokenizer if full else "")
-                        for source_of in (few, source)
-                    ]
+                    if whose == "datatrove" and turn >= options.peer_rounds:
+                        continue
+                    tokenizer = options.tokenizer if full else ""
+                    runs = [command(Path(name), source_of, f"{turn}", tokenizer) for source_of in (few, source)]
                     times.setdefault(f"{whose}: {label}", []).append((*runs[0], *runs[1]))
+                    print(f"round {turn}, {whose}: {label}: {runs[1][0]:.1f} s, {runs[1][1]:.1f} CPU s", flush=True)
         print(
             "| pipeline | seconds | CPU s | MB/s | MB/s, work | MB per CPU s, work |\n| --- | --- | --- | --- | --- | --- |"
         )
@@ -304,8 +314,21 @@ def near_duplicates(count: int) -> None:
     )
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer")
+    parser.add_argument("--megabytes", type=float, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-rounds", type=int, default=1)
+    system = (sys.prefix, "/usr/share/doc", "/usr/lib/python3", "/usr/local/lib", "/usr/lib")
+    parser.add_argument("--text", nargs="+", default=system, metavar="DIR")
+    parser.add_argument("--only", choices=("throughput", "search"))
+    options = parser.parse_args()
+    if options.only != "throughput":
+        near_duplicates(100_000)
+    if options.only != "search":
+        throughput(options)
+
+
 if __name__ == "__main__":
-    near_duplicates(100_000)
-    throughput(
-        sys.argv[1], *(kind(value) for kind, value in zip((float, int), [*sys.argv[2:], "30", "3"][:2], strict=True))
-    )
+    main()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters.c4_filters import C4QualityFilter
@@ -21,6 +22,7 @@ from nasty_texts import documents
 
 from argosy.data.curate import characters, pii_masks
 from argosy.data.curate.curation_step import step_class
+from argosy.data.curate.gopher_repetition import Repeats
 from argosy.data.curate.text_batch import TextBatch
 
 WORD = re.compile(r"\w+|[^\w\s]+")
@@ -161,6 +163,30 @@ def test_words_are_those_of_the_regular_expression() -> None:
     for word, value in zip((w for words in expected for w in words), batch.words.hashes.tolist(), strict=True):
         assert named.setdefault(word, value) == value
     assert len(set(named.values())) == len(named)
+
+
+def test_folded_words_have_no_case_no_accents_and_one_digit() -> None:
+    # The second text has characters beyond Latin-1, the third one beyond two bytes.
+    pairs = {
+        "École: 42 MÈTRES, don't_Stop": "ecole 00 metres don t_stop",
+        "“ÅNGSTRÖM” Ἀθήνα ２２ x²": "angstrom αθηνα ２２ x0",
+        "İstanbul 😀 ЁЛКА": "istanbul елка",
+    }
+    for text, plain in pairs.items():
+        # Around it are texts with other words.
+        folded = TextBatch(["A1 b", text, "C"]).folded_words
+        expected = TextBatch(["a0 b", plain, "c"]).words
+        assert folded.per_document.tolist() == expected.per_document.tolist()
+        assert folded.hashes.tolist() == expected.hashes.tolist()
+
+
+@pytest.mark.parametrize("times", [2, 256, 257, 65537])
+def test_an_n_gram_that_occurs_any_number_of_times_is_found(times: int) -> None:
+    # Every word but one is another, so the n-gram of one word is the only one that repeats.
+    text = " ".join(f"same w{number}" for number in range(times))
+    words = TextBatch([text]).words
+    starts = words.gram_starts(1, np.ones(1, np.bool_))
+    assert len(Repeats(words, 1, starts, words.joined_grams(1, starts)).later) == times - 1
 
 
 def test_languages_are_told_apart() -> None:

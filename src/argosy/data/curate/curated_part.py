@@ -38,8 +38,8 @@ from argosy.data.text.records import BadRecord, Parser, field_of
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
-# Characters of a batch: large enough that calls of numpy cost little, small enough for the cache of a core.
-BATCH_CHARACTERS = 1 << 19
+# Characters of a batch: large enough that calls of numpy cost little. Its arrays take about 40 MB.
+BATCH_CHARACTERS = 1_000_000
 # A longer document is quarantined: every character takes about 60 bytes while its document is judged.
 MOST_CHARACTERS = 8 << 20
 # Parts are read once more, so they are compressed quickly; the shards are compressed better.

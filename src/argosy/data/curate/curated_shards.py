@@ -17,7 +17,7 @@ from argosy.data.curate.array_file import read_arrays
 from argosy.data.curate.curate_work import CurateWork
 from argosy.data.curate.curated_part import data_path
 from argosy.data.curate.duplicate_search import Duplicates, job_parts
-from argosy.data.curate.text_batch import Integers
+from argosy.data.curate.word_sequence import Integers
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 

@@ -16,7 +16,8 @@ import orjson
 from pydantic import Field
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, TextBatch, mix
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes, mix
 from argosy.data.text.blocks import FileBlocks, LineBlocks
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile, find_inputs

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, TextBatch
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes
 
 Sketch = npt.NDArray[np.uint32]
 

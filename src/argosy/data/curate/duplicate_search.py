@@ -20,7 +20,7 @@ import orjson
 
 from argosy.data.curate.array_file import Array, read_arrays, write_arrays
 from argosy.data.curate.document_marks import ComparingStep, Marks, jaccard, ragged
-from argosy.data.curate.text_batch import Hashes, Integers
+from argosy.data.curate.word_sequence import Hashes, Integers
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from argosy.data.curate.characters import TERMINAL_PUNCTUATION
+import numpy as np
+
+from argosy.data.curate.characters import TERMINAL
 from argosy.data.curate.curation_step import CurationStep, StepResult
 from argosy.data.curate.gopher_repetition import find_repeated
 from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import running_sums
 
 
 class Step(CurationStep):
@@ -21,25 +24,41 @@ class Step(CurationStep):
     new_line_ratio: float = 0.3
 
     def apply(self, batch: TextBatch) -> StepResult:
-        words = batch.words.per_document
+        starts, ends = batch.lines
+        filled = batch.line_words > 0
+        starts, ends = starts[filled], ends[filled]
+        firsts = np.searchsorted(starts, batch.offsets)
+        ended = (batch.kinds[ends - 1] & TERMINAL) != 0
+        facts = (
+            np.diff(firsts),
+            np.diff(running_sums(ended, np.int64)[firsts]),
+            np.diff(running_sums(ends - starts <= self.short_line_length, np.int64)[firsts]),
+            batch.repeats_lines,
+            np.diff(batch.line_firsts) - 1,
+            batch.words.per_document,
+        )
+        columns = np.stack(facts, axis=1).tolist()
         result = StepResult()
         for number in batch.living():
-            reason = self._reason(batch.texts[number], int(words[number]))
+            reason = self._reason(batch.texts[number], *columns[number])
             if reason is not None:
                 result.removed[number] = reason
         return result
 
-    def _reason(self, text: str, words: int) -> str | None:
-        lines = [line for line in text.split("\n") if line and not line.isspace()]
+    def _reason(
+        self, text: str, lines: int, ended: int, short: int, repeats: int, breaks: int, words: int
+    ) -> str | None:
+        """Return the reason to remove a text. Lines are those that are not blank, and `repeats` is 0 if no two of them are equal."""
         if not lines:
             return "empty"
-        ended = sum([line[-1] in TERMINAL_PUNCTUATION for line in lines]) / len(lines)
-        if ended < self.line_punct_thr and not (ended == 0 and self.line_punct_exclude_zero):
+        if ended / lines < self.line_punct_thr and not (ended == 0 and self.line_punct_exclude_zero):
             return "line_punct_ratio"
-        if sum([len(line) <= self.short_line_length for line in lines]) / len(lines) > self.short_line_thr:
+        if short / lines > self.short_line_thr:
             return "short_line_ratio"
-        breaks = text.count("\n")
-        if find_repeated(lines)[1] / (len(text) - breaks) > self.char_duplicates_ratio:
+        repeated = 0
+        if repeats:
+            repeated = find_repeated([line for line in text.split("\n") if line and not line.isspace()])[1]
+        if repeated / (len(text) - breaks) > self.char_duplicates_ratio:
             return "char_dup_ratio"
         if breaks / words > self.new_line_ratio:
             return "list_ratio"

@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import field_validator
 
+from argosy.data.curate.characters import SPACE
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, Integers, TextBatch, WordSequence
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes, Integers, WordSequence
 
 _PARAGRAPHS = re.compile(r"\n{2,}")
 _LINES = re.compile(r"\n+")
@@ -44,13 +47,15 @@ class Step(CurationStep):
 
     def apply(self, batch: TextBatch) -> StepResult:
         result = StepResult()
-        for number in batch.living():
+        # A text repeats a paragraph only if it repeats its lines, except for the white space around the text.
+        first, last = batch.kinds.take(batch.offsets[:-1]), batch.kinds.take(batch.offsets[1:] - 2)
+        for number in np.flatnonzero(batch.alive & (batch.repeats_lines | ((first | last) & SPACE != 0))):
             reason = self._lines(batch.texts[number])
             if reason is not None:
-                result.removed[number] = reason
+                result.removed[int(number)] = reason
         candidates = batch.alive.copy()
         candidates[list(result.removed)] = False
-        sizes = np.fromiter(map(len, batch.texts), np.int64, len(batch.texts))
+        sizes = np.diff(batch.offsets) - 1
         self._judge_top(batch.words, sizes, candidates, result)
         self._judge_repeated(batch.words, sizes, candidates, result)
         return result
@@ -59,9 +64,11 @@ class Step(CurationStep):
         self, words: WordSequence, sizes: Integers, candidates: npt.NDArray[np.bool_], result: StepResult
     ) -> None:
         # The n-gram of a document that occurs most often occurs no more often than the most frequent shorter one.
-        counts = np.full(len(sizes), np.iinfo(np.int64).max >> 32)
+        counts = _most_occurrences(words, self.top_n_grams[0][0]) if self.top_n_grams else sizes
         for n, fraction in self.top_n_grams:
             possible = candidates & (counts * words.longest_grams(n) > fraction * sizes)
+            if not possible.any():
+                continue
             characters, here = _top_gram(words, n, possible)
             counts = np.where(possible, here, counts)
             _remove(result, candidates, possible & (characters / np.maximum(sizes, 1) > fraction), f"top_{n}_gram")
@@ -74,13 +81,15 @@ class Step(CurationStep):
         least = min((fraction for _, fraction in self.dup_n_grams), default=0.0)
         for n, fraction in self.dup_n_grams:
             possible = candidates & (covered > least * sizes)
+            if not possible.any():
+                break
             starts = words.gram_starts(n, possible)
             repeats = Repeats(words, n, starts, words.joined_grams(n, starts))
             covered = np.where(possible, repeats.covered(), covered)
             found = possible & (covered / np.maximum(sizes, 1) > fraction)
             # What repeated n-grams cover is an upper bound. The rule counts them from left to right, without overlap.
             for number in np.flatnonzero(found):
-                found[number] = repeats.counted(int(number)) / sizes[number] > fraction
+                found[number] = repeats.count_exceeds(int(number), int(sizes[number]), fraction)
             _remove(result, candidates, found, f"duplicated_{n}_n_grams")
 
     def _lines(self, text: str) -> str | None:
@@ -123,23 +132,22 @@ class Repeats:
         words: The words.
         n: The length of the n-grams.
         starts: The first words of the n-grams to look at.
-        hashes: Their hashes.
+        hashes: Their hashes, which differ between documents.
     """
 
     def __init__(self, words: WordSequence, n: int, starts: Integers, hashes: Hashes) -> None:
         self.words, self.n = words, n
-        # Equal n-grams of different documents are different.
-        salted = words.document_salts[starts] ^ hashes
-        salted *= np.uint64(0x9E3779B97F4A7C15)
+        chosen = _sharing(hashes)
+        hashes, starts = hashes[chosen], starts[chosen]
         # The number of the n-gram replaces the low bits of its hash, so that one sort of plain integers finds equal hashes with
         # their places. What remains of the hash may collide; the whole hashes of such neighbours are compared.
         room = np.uint64(1 << max(1, len(starts).bit_length()))
-        packed = salted & ~(room - np.uint64(1))
+        packed = hashes & ~(room - np.uint64(1))
         packed |= np.arange(len(starts), dtype=np.uint64)
         packed.sort()
         places = np.flatnonzero((packed[1:] ^ packed[:-1]) < room)
         before, after = ((packed[at] & (room - np.uint64(1))).astype(np.int64) for at in (places, places + 1))
-        equal = salted[before] == salted[after]
+        equal = hashes[before] == hashes[after]
         before, after, places = before[equal], after[equal], places[equal]
         # A run of equal neighbours is one group. Its first member is the first occurrence, because numbers ascend.
         begins = np.ones(len(places), np.bool_)
@@ -166,21 +174,46 @@ class Repeats:
         documents = self.words.document_of[order]
         return np.bincount(documents, characters, len(self.words.per_document)).astype(np.int64)
 
-    def counted(self, document: int) -> int:
-        """Return how many characters of a document are in repeated n-grams, counted from left to right without overlap."""
+    def count_exceeds(self, document: int, size: int, fraction: float) -> bool:
+        """Return True if repeated n-grams, counted from left to right without overlap, have more than a fraction of `size` characters."""
         places, groups = self._ordered
         low, high = np.searchsorted(places, self.words.firsts[document : document + 2])
+        places, groups = places[low:high], groups[low:high]
+        lengths = self.words.bounds[places + self.n] - self.words.bounds[places]
         seen: set[int] = set()
         next_place, characters = 0, 0
-        bounds = self.words.bounds
-        for place, group in zip(places[low:high].tolist(), groups[low:high].tolist(), strict=True):
+        for place, group, length in zip(places.tolist(), groups.tolist(), lengths.tolist(), strict=True):
             if place < next_place:
                 continue
             if group in seen:
-                characters += int(bounds[place + self.n] - bounds[place])
+                characters += length
+                if characters / size > fraction:
+                    return True
                 next_place = place + self.n
             seen.add(group)
-        return characters
+        return False
+
+
+def _sharing(hashes: Hashes) -> Integers:
+    """Return the places of all hashes that occur more than once, and of a few others."""
+    bits = len(hashes).bit_length() + 2
+    slots = (hashes >> np.uint64(64 - bits)).view(np.int64)
+    # Small counters stay in the cache. Where one overflows, their sum shows it.
+    counts: npt.NDArray[Any] = np.zeros(1 << bits, np.uint8)
+    np.add.at(counts, slots, np.uint8(1))
+    if counts.sum() != len(hashes):
+        counts = np.bincount(slots)
+    return np.flatnonzero(counts.take(slots) > 1)
+
+
+def _most_occurrences(words: WordSequence, n: int) -> Integers:
+    """Return how often each document's most frequent n-gram occurs, or more: n-grams in the same one of 1,024 slots count as one."""
+    grams = words.all_grams(n)
+    slots = (grams * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(54)).view(np.int64)
+    slots += words.document_of[: len(grams)] << 10
+    documents = len(words.per_document)
+    most: Integers = np.bincount(slots, minlength=documents << 10).reshape(documents, 1024).max(axis=1, initial=0)
+    return most
 
 
 def _top_gram(words: WordSequence, n: int, documents: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
@@ -189,7 +222,7 @@ def _top_gram(words: WordSequence, n: int, documents: npt.NDArray[np.bool_]) -> 
     The first n-gram wins at a tie.
     """
     starts = words.gram_starts(n, documents)
-    repeats = Repeats(words, n, starts, words.grams(n, starts))
+    repeats = Repeats(words, n, starts, words.grams(n, starts) * words.document_salts[starts])
     counts = (
         np.bincount(repeats.group, minlength=len(repeats.first)) + 1 if len(repeats.group) else np.zeros(0, np.int64)
     )

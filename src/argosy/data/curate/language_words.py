@@ -15,7 +15,8 @@ import numpy.typing as npt
 from pydantic import field_validator
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, TextBatch
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes
 
 # Folded: lower case, without accents.
 FUNCTION_WORDS = {

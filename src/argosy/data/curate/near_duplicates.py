@@ -7,6 +7,7 @@ then compared by the smallest hashes of their n-grams, which is exact for docume
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from argosy.data.curate.document_marks import ComparingStep, Marks
-from argosy.data.curate.text_batch import Hashes, TextBatch, mix
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.word_sequence import Hashes, mix, running_sums
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -56,17 +58,16 @@ class Step(ComparingStep):
     def _keys(self, hashes: npt.NDArray[np.uint32], starts: npt.NDArray[np.int64]) -> Hashes:
         """Return the keys of each band for documents whose n-grams start at `starts`."""
         permuted = np.empty_like(hashes)
-        keys = np.empty((self.bands, len(starts)), np.uint64)
-        multipliers = _multipliers(self.bands * self.rows)
-        for band in range(self.bands):
-            key = np.full(len(starts), band + 1, np.uint64)
-            for multiplier in multipliers[band * self.rows : (band + 1) * self.rows]:
-                # Multiplication by an odd number permutes the integers of 32 bits.
-                np.multiply(hashes, multiplier, out=permuted)
-                key *= _ODD
-                key += np.minimum.reduceat(permuted, starts)
-            keys[band] = np.maximum(mix(key), np.uint64(1))
-        return keys
+        minima = np.empty((self.bands * self.rows, len(starts)), np.uint32)
+        for multiplier, least in zip(_multipliers(len(minima)), minima, strict=True):
+            # Multiplication by an odd number permutes the integers of 32 bits.
+            np.multiply(hashes, multiplier, out=permuted)
+            np.minimum.reduceat(permuted, starts, out=least)
+        keys = np.repeat(np.arange(1, self.bands + 1, dtype=np.uint64)[:, None], len(starts), axis=1)
+        for row in range(self.rows):
+            keys *= _ODD
+            keys += minima[row :: self.rows]
+        return np.maximum(mix(keys), np.uint64(1))
 
 
 @cache
@@ -80,11 +81,14 @@ def smallest(
     hashes: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64], most: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
     """Return the `most` smallest different hashes of each document: their numbers, and the hashes back to back."""
-    documents = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
-    packed = np.sort((documents << np.uint64(32)) | hashes)
-    distinct = np.ones(len(packed), np.bool_)
-    distinct[1:] = packed[1:] != packed[:-1]
-    packed = packed[distinct]
-    counts = np.bincount((packed >> np.uint64(32)).astype(np.int64), minlength=len(sizes))
-    rank = np.arange(len(packed)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.minimum(counts, most), packed[rank < most].astype(np.uint32)
+    ordered, bounds = hashes.copy(), running_sums(sizes)
+    for first, end in itertools.pairwise(bounds.tolist()):
+        ordered[first:end].sort()
+    distinct = np.ones(len(ordered), np.bool_)
+    distinct[1:] = ordered[1:] != ordered[:-1]
+    distinct[bounds[:-1][sizes > 0]] = True
+    ranks = running_sums(distinct, np.int64)
+    counts = np.diff(ranks[bounds])
+    if (counts > most).any():
+        distinct &= ranks[:-1] - np.repeat(ranks[bounds[:-1]], sizes) < most
+    return np.minimum(counts, most), ordered[distinct]

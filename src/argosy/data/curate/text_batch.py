@@ -1,8 +1,7 @@
 """Some hundred documents as arrays, so that every step sees the same words and pays for them once.
 
 The texts of a batch are one array of code points. A word is a run of word characters, or a run of punctuation: what Python's regular
-expression `\\w+|[^\\w\\s]+` finds. Hashes of words and n-grams come from prefix sums of a polynomial with wrap-around in 64 bits,
-so an n-gram of any length costs two operations on arrays. What a step needs is computed when it is first asked for.
+expression `\\w+|[^\\w\\s]+` finds. What a step needs is computed when it is first asked for.
 """
 
 from __future__ import annotations
@@ -14,127 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.curate.characters import LETTER, NOT_SYMBOL, SPACE, WORD, folded, kinds
-
-Hashes = npt.NDArray[np.uint64]
-Integers = npt.NDArray[np.int64]
-
-# Odd, so that each has an inverse modulo 2**64: the bases of the polynomials over characters and over words.
-_BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
-_powers: dict[int, Hashes] = {}
-
-
-def powers(base: int, count: int) -> Hashes:
-    """Return base**0 … base**(count - 1) modulo 2**64. The table grows with the largest request."""
-    table = _powers.get(base)
-    if table is None or len(table) < count:
-        table = np.full(max(count, 1 << 20), base, np.uint64)
-        table[0] = 1
-        table = _powers[base] = np.cumprod(table, dtype=np.uint64)
-    return table[:count]
-
-
-def inverse_powers(base: int, count: int) -> Hashes:
-    """Return the inverses of `powers(base, count)`."""
-    return powers(pow(base, -1, 1 << 64), count)
-
-
-def mix(values: Hashes) -> Hashes:
-    """Return well-distributed hashes (the finaliser of splitmix64)."""
-    mixed: Hashes = values ^ (values >> np.uint64(30))
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
-
-
-class WordSequence:
-    """The words of all documents of a batch, in order, and the hashes of their n-grams.
-
-    Args:
-        characters: The code points of the batch.
-        starts: The first character of each word.
-        lengths: The number of characters of each word.
-        per_document: The number of words of each document.
-    """
-
-    def __init__(
-        self, characters: npt.NDArray[Any], starts: Integers, lengths: Integers, per_document: Integers
-    ) -> None:
-        self.lengths, self.per_document = lengths, per_document
-        # The first character of each word, and the end, if the words are written without spaces.
-        self.bounds: Integers = np.concatenate(([0], np.cumsum(lengths)))
-        # The first word of each document, and the end.
-        self.firsts: Integers = np.concatenate(([0], np.cumsum(per_document)))
-        sums = np.empty(len(characters) + 1, np.uint64)
-        sums[0] = 0
-        np.multiply(characters.astype(np.uint64, copy=False), powers(_BASE, len(characters)), out=sums[1:])
-        np.cumsum(sums, out=sums)
-        # The hash of each word.
-        self.hashes: Hashes = (sums[starts + lengths] - sums[starts]) * inverse_powers(_BASE, len(sums))[starts]
-
-    @property
-    def count(self) -> int:
-        return len(self.lengths)
-
-    @cached_property
-    def document_of(self) -> Integers:
-        """The document of each word."""
-        return np.repeat(np.arange(len(self.per_document)), self.per_document)
-
-    @cached_property
-    def document_salts(self) -> Hashes:
-        """A hash of each word's document."""
-        return np.repeat(mix(np.arange(1, len(self.per_document) + 1, dtype=np.uint64)), self.per_document)
-
-    @cached_property
-    def _letter_sums(self) -> tuple[Hashes, Hashes]:
-        """The prefix sums of the polynomial over the letters of all words written without spaces, and what each is scaled by."""
-        count = int(self.bounds[-1]) + 1
-        sums = np.zeros(self.count + 1, np.uint64)
-        np.cumsum(self.hashes * powers(_BASE, count)[self.bounds[:-1]], out=sums[1:])
-        return sums, inverse_powers(_BASE, count)[self.bounds]
-
-    def document_sums(self, values: npt.NDArray[Any]) -> Integers:
-        """Return the sum of a value of each word, for each document."""
-        sums: Integers = np.zeros(self.count + 1, np.int64)
-        np.cumsum(values, out=sums[1:])
-        return np.diff(sums[self.firsts])
-
-    def longest_grams(self, n: int) -> Integers:
-        """Return the number of characters of each document's longest n-gram, spaces included, or more; 0 if it has none."""
-        longest = np.zeros(len(self.per_document), np.int64)
-        has_gram = self.per_document >= n
-        if has_gram.any():
-            spans = np.zeros(self.count, np.int64)
-            spans[: self.count + 1 - n] = self.bounds[n:] - self.bounds[:-n] + n - 1
-            # A segment that ends with another document's n-grams is only longer.
-            longest[has_gram] = np.maximum.reduceat(spans, self.firsts[:-1][has_gram])
-        return longest
-
-    def joined_grams(self, n: int, starts: Integers) -> Hashes:
-        """Return a hash of words i … i + n - 1 written without spaces, for each start i."""
-        sums, scale = self._letter_sums
-        return (sums[starts + n] - sums[starts]) * scale[starts]
-
-    @cached_property
-    def _word_sums(self) -> Hashes:
-        sums = np.cumsum(self.hashes * powers(_WORD_BASE, self.count), dtype=np.uint64)
-        return np.concatenate((np.zeros(1, np.uint64), sums))
-
-    def grams(self, n: int, starts: Integers) -> Hashes:
-        """Return a hash of words i … i + n - 1 for each start i."""
-        sums = self._word_sums
-        return (sums[starts + n] - sums[starts]) * inverse_powers(_WORD_BASE, self.count + 1)[starts]
-
-    def gram_starts(self, n: int, documents: npt.NDArray[np.bool_]) -> Integers:
-        """Return the first words of the n-grams that lie within one of these documents."""
-        counts = np.where(documents, np.maximum(self.per_document - n + 1, 0), 0)
-        ends = np.cumsum(counts)
-        offsets = self.firsts[:-1] - (ends - counts)
-        starts: Integers = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(offsets, counts)
-        return starts
+from argosy.data.curate.characters import FOLDS, LETTER, NOT_SYMBOL, SPACE, WORD, folded, kinds
+from argosy.data.curate.word_sequence import (
+    BASE,
+    Hashes,
+    Integers,
+    WordSequence,
+    inverse_powers,
+    mix,
+    powers,
+    running_sums,
+)
 
 
 class TextBatch:
@@ -151,70 +40,117 @@ class TextBatch:
         return [int(number) for number in np.flatnonzero(self.alive)]
 
     @cached_property
-    def _codes(self) -> npt.NDArray[Any]:
-        """The code points of all texts. White space between documents ends their last words."""
-        joined = "\n".join(self.texts)
+    def codes(self) -> npt.NDArray[Any]:
+        """The code points of all texts, each with a line feed after it."""
+        joined = "\n".join([*self.texts, ""])
         try:
             return np.frombuffer(joined.encode("latin-1"), np.uint8)
         except UnicodeEncodeError:
-            return np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+            return np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
 
-    def _look_up(self, table: npt.NDArray[Any], small: bytes) -> npt.NDArray[Any]:
-        """Return the entry of each character in a table over all code points; `small` is its beginning as bytes."""
-        codes = self._codes
+    @cached_property
+    def offsets(self) -> Integers:
+        """The first character of each text, and the end."""
+        return running_sums(np.fromiter(map(len, self.texts), np.int64, len(self.texts)) + 1)
+
+    @cached_property
+    def kinds(self) -> npt.NDArray[np.uint8]:
+        """The kind of each character."""
+        codes = self.codes
+        latin = np.frombuffer(codes.astype(np.uint8).tobytes().translate(kinds().latin.tobytes()), np.uint8)
         if codes.dtype == np.uint8:
-            return np.frombuffer(codes.tobytes().translate(small), np.uint8)
-        # The indices of `take` are signed, of the same size.
-        found: npt.NDArray[Any] = table.take(codes.view(np.int64))
+            return latin
+        found, others = latin.copy(), np.flatnonzero(codes > 255)
+        found[others] = kinds().look_up(codes[others])
         return found
 
     @cached_property
-    def _kinds(self) -> npt.NDArray[np.uint8]:
-        return self._look_up(kinds(), kinds()[:256].tobytes())
+    def _sums(self) -> Hashes:
+        """The prefix sums of the polynomial over all characters."""
+        sums = np.zeros(len(self.codes) + 1, np.uint64)
+        sums[1:] = self.codes
+        sums[1:] *= powers(BASE, len(self.codes))
+        np.cumsum(sums, out=sums)
+        return sums
+
+    def hashes(self, starts: Integers, ends: Integers) -> Hashes:
+        """Return the hash of each piece of text."""
+        found = self._sums.take(ends)
+        found -= self._sums.take(starts)
+        found *= inverse_powers(BASE, len(self._sums)).take(starts)
+        return found
+
+    def counts(self, places: Integers) -> Integers:
+        """Return how many of these characters, given in order, each document has."""
+        return np.diff(np.searchsorted(places, self.offsets))
 
     @cached_property
-    def _runs(self) -> tuple[Integers, Integers, npt.NDArray[np.bool_], Integers]:
-        """The start and length of each word, whether it is of word characters, and the number of words of each document."""
-        group = self._kinds & (SPACE | WORD)
-        edges = np.empty(len(group) + 1, np.bool_)
-        edges[[0, -1]] = True
-        np.not_equal(group[1:], group[:-1], out=edges[1:-1])
-        places = np.flatnonzero(edges)
-        of_run = group[places[:-1]]
-        filled = np.flatnonzero(of_run != SPACE)
-        starts = places[filled]
-        sizes = np.fromiter(map(len, self.texts), np.int64, len(self.texts)) + 1
-        first_words = np.searchsorted(starts, np.cumsum(sizes) - sizes)
-        per_document = np.diff(np.concatenate((first_words, [len(starts)])))
-        return starts, places[filled + 1] - starts, of_run[filled] == WORD, per_document
+    def _runs(self) -> tuple[Integers, Integers]:
+        """The start and end of each word."""
+        group = self.kinds & (SPACE | WORD)
+        filled, differs = group != SPACE, group[1:] != group[:-1]
+        begins = filled[:1], differs & filled[1:]
+        return np.flatnonzero(np.concatenate(begins)), np.flatnonzero(differs & filled[:-1]) + 1
 
     @cached_property
     def words(self) -> WordSequence:
         """The words as they are written, with punctuation."""
-        starts, lengths, _, per_document = self._runs
-        return WordSequence(self._codes, starts, lengths, per_document)
+        starts, ends = self._runs
+        return WordSequence(self.hashes(starts, ends), ends - starts, self.counts(starts))
 
     @cached_property
     def folded_words(self) -> WordSequence:
         """The words without punctuation, in lower case, without accents, with 0 for every digit."""
-        starts, lengths, is_word, per_document = self._runs
-        before: Integers = np.zeros(len(starts) + 1, np.int64)
-        np.cumsum(is_word, out=before[1:])
-        bounds = np.concatenate(([0], np.cumsum(per_document)))
-        # The folded forms of the first 256 characters are below 256 too.
-        characters = self._look_up(folded(), folded()[:256].astype(np.uint8).tobytes())
-        return WordSequence(characters, starts[is_word], lengths[is_word], np.diff(before[bounds]))
+        starts, _ = self._runs
+        hashes = self.words.hashes.copy()
+        # Few characters are not their own folded form: those alone change the hashes of their words.
+        places = np.flatnonzero((self.kinds & FOLDS) != 0)
+        codes = self.codes[places]
+        changes = folded().look_up(codes).astype(np.uint64) - codes
+        of_word = np.searchsorted(starts, places, side="right") - 1
+        np.add.at(hashes, of_word, changes * powers(BASE, len(self.codes)).take(places - starts[of_word]))
+        is_word = np.flatnonzero((self.kinds[starts] & WORD) != 0)
+        per_document = np.diff(np.searchsorted(is_word, self.words.firsts))
+        return WordSequence(hashes.take(is_word), self.words.lengths.take(is_word), per_document)
+
+    @cached_property
+    def lines(self) -> tuple[Integers, Integers]:
+        """The start and end of each line, between line feeds. The lines of document i are `line_firsts[i]` … `line_firsts[i + 1] - 1`."""
+        ends = np.flatnonzero(self.codes == ord("\n"))
+        return np.concatenate(([0], ends + 1))[:-1], ends
+
+    @cached_property
+    def line_firsts(self) -> Integers:
+        """The first line of each document, and the end."""
+        return np.searchsorted(self.lines[0], self.offsets)
+
+    @cached_property
+    def line_words(self) -> Integers:
+        """The number of words of each line."""
+        starts, ends = self.lines
+        return np.diff(np.searchsorted(self._runs[0], np.concatenate((starts, ends[-1:]))))
+
+    @cached_property
+    def repeats_lines(self) -> npt.NDArray[np.bool_]:
+        """True for each document in which two lines that are not empty are equal, or their hashes."""
+        starts, ends = self.lines
+        filled = np.flatnonzero(ends > starts)
+        documents = np.repeat(np.arange(len(self.texts)), np.diff(self.line_firsts))[filled]
+        salted = self.hashes(starts[filled], ends[filled]) + mix(documents.astype(np.uint64))
+        order = np.argsort(salted)
+        repeated = np.zeros(len(self.texts), np.bool_)
+        repeated[documents[order[1:][np.diff(salted[order]) == 0]]] = True
+        return repeated
 
     @cached_property
     def word_kinds(self) -> npt.NDArray[np.uint8]:
-        """The kinds of all characters of each word, as one set of bits."""
-        starts, lengths, _, _ = self._runs
-        found = self._kinds[starts] & ~np.uint8(SPACE)
+        """The kinds of all characters of each word, as one set of bits. WORD, LETTER and NOT_SYMBOL count, no others."""
+        starts, ends = self._runs
+        letter = np.uint8(WORD | LETTER | NOT_SYMBOL)
+        found = self.kinds[starts] & letter
         # Most words begin with a letter, which settles them.
-        rest = np.flatnonzero((found != WORD | LETTER | NOT_SYMBOL) & (lengths > 1))
+        rest = np.flatnonzero((found != letter) & (self.words.lengths > 1))
         if len(rest):
-            bounds = np.stack((starts[rest], starts[rest] + lengths[rest]), axis=1).ravel()
-            # The end of the last word may be the end of the text, where no segment can begin.
-            padded = np.concatenate((self._kinds, np.zeros(1, np.uint8)))
-            found[rest] = np.bitwise_or.reduceat(padded, bounds)[::2]
+            bounds = np.stack((starts[rest], ends[rest]), axis=1).ravel()
+            found[rest] = np.bitwise_or.reduceat(self.kinds, bounds)[::2]
         return found

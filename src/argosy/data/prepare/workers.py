@@ -135,7 +135,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(theirs, directory, spec, options, None if number else sampled, has_log_handler()),
+                args=(theirs, directory, options, None if number else sampled, has_log_handler()),
                 name=f"prepare-{number}",
                 daemon=True,
             )
@@ -143,6 +143,11 @@ class Pool:
             theirs.close()
             self._processes[ours] = process
             self._idle.append(ours)
+        # A tokenizer is larger than the buffer of a pipe, so this waits until the worker reads. All of them start meanwhile.
+        for connection in self._idle:
+            # A dead worker is detected when its answer is received.
+            with contextlib.suppress(OSError):
+                connection.send(spec)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -171,7 +176,6 @@ class Pool:
             while self._idle and (task := next(tasks, None)) is not None:
                 connection = self._idle.pop(0)
                 self._busy[connection] = task[0]
-                # A dead worker is detected when its answer is received.
                 with contextlib.suppress(OSError):
                     connection.send(task)
             if not self._busy:
@@ -249,7 +253,6 @@ def _send_result(connection: Connection, make: Callable[..., Any], *arguments: A
 def _work(
     connection: Connection,
     directory: Path,
-    spec: EncoderSpec | None,
     options: PartRecipe,
     sampled: list[list[InputFile]] | None,
     shows_log: bool,
@@ -260,6 +263,11 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _return_freed_memory()
+    try:
+        spec: EncoderSpec | None = connection.recv()
+    except EOFError:
+        # The parent is gone.
+        return
     proven: Encode | None = None
     if spec is not None and spec.engine is not None:
         if sampled is not None:
@@ -278,7 +286,6 @@ def _work(
         try:
             task = connection.recv()
         except EOFError:
-            # The parent is gone.
             return
         _send_result(connection, make, *task)
         release_memory()
