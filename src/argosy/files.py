@@ -68,6 +68,12 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}")
 
 
+def clear_temporaries(directory: Path) -> None:
+    """Remove what killed processes left of files they were writing. Call it where no other process writes to the directory."""
+    for path in directory.glob(".*." + "[0-9a-f]" * 12):
+        path.unlink(missing_ok=True)
+
+
 class MountInfo(NamedTuple):
     # The file system's type.
     kind: str

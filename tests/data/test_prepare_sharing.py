@@ -304,6 +304,17 @@ def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: 
     kill_and_finish(inputs, tmp_path, 50)
 
 
+def test_a_file_that_a_killed_process_was_writing_is_not_left_beside_the_corpus(
+    inputs: list[str], tmp_path: Path
+) -> None:
+    tmp_path.joinpath("out").mkdir()
+    left, other = (tmp_path / "out" / name for name in (".manifest.json.0123456789ab", ".mine"))
+    left.write_bytes(b"{")
+    other.write_bytes(b"")
+    found = make(inputs, tmp_path / "out", workers=1)
+    assert (left.name in found, other.name in found) == (False, True)
+
+
 def test_what_killed_processes_left_of_a_machines_parts_is_cleared_away(inputs: list[str], tmp_path: Path) -> None:
     options = PrepareOptions(workers=1, shards=2, machine=1, machines=2)
     job = preparing.PrepareJob(Work(find_inputs(inputs), ByteTokenizer(), tmp_path, options))

@@ -28,7 +28,7 @@ from argosy.data.prepare.parts import PartFacts
 from argosy.data.prepare.work import PLAN_FILE, QUARANTINE_FILE, Work
 from argosy.data.text.inputs import InputFile
 from argosy.errors import ArgosyError
-from argosy.files import replace_file
+from argosy.files import clear_temporaries, replace_file
 
 
 def finish(work: Work) -> dict[Path, Manifest] | None:
@@ -65,6 +65,9 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
     if work.options.machines > 1:
         replace_file(work.output / PLAN_FILE, work.result_of(map(manifest_hash, manifests.values())).encode())
     for corpus, manifest in manifests.items():
+        # Of several machines, another may be writing the same.
+        if work.options.machines == 1:
+            clear_temporaries(corpus)
         write_manifest(corpus, manifest)
     shutil.rmtree(work.parts, ignore_errors=True)
     return manifests
