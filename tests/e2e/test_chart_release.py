@@ -38,7 +38,9 @@ def test_a_claim_that_a_release_made_outlives_it_and_is_taken_over_by_the_next(
     values.write_text(json.dumps(made | {"claim": claim}))
 
     def identity() -> str:
-        return str(cluster.core.read_namespaced_persistent_volume_claim("made-by-chart", cluster.namespace).metadata.uid)
+        return str(
+            cluster.core.read_namespaced_persistent_volume_claim("made-by-chart", cluster.namespace).metadata.uid
+        )
 
     try:
         cluster.helm("install", "kept", CHART, "--values", values)
