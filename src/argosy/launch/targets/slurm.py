@@ -163,7 +163,7 @@ def _srun(placed: Placement, variables: dict[str, str]) -> str:
             f"--container-mounts={','.join([*mounts, *slurm.mounts, _quoted(_MARK) + ':' + _quoted(_MARK)])}",
             f"--container-env={','.join(passed)}",
         ]
-    if placed.cluster.cloud == "hyperpod":
+    if placed.cluster.cloud_facts.auto_resume:
         words.append('"${auto_resume[@]}"')
     return " ".join(words)
 
@@ -171,7 +171,7 @@ def _srun(placed: Placement, variables: dict[str, str]) -> str:
 def _step(placed: Placement, step: str, stage: Stage) -> list[str]:
     """Return the lines that run the stage's command, and queue the job again unless it is done, refused or out of restarts."""
     lines = []
-    if placed.cluster.cloud == "hyperpod":
+    if placed.cluster.cloud_facts.auto_resume:
         lines += ["auto_resume=()", "if [ -d /opt/sagemaker_cluster ]; then auto_resume=(--auto-resume=1); fi"]
     if not stage.resumes:
         return [*lines, f"exec {step}"]
