@@ -17,9 +17,11 @@ from argosy.config.units import Duration as _Duration
 from argosy.config.units import DurationField, Positive, PositiveNumber, Whole
 
 if TYPE_CHECKING:
-    CloudName = TargetName = str
+    CloudName = str
+    TargetName = str
 else:
-    CloudName, TargetName = Literal[tuple(CLOUDS)], Literal[tuple(TARGETS)]
+    CloudName = Literal[tuple(CLOUDS)]
+    TargetName = Literal[tuple(TARGETS)]
 
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|Pi)$")]
