@@ -2,7 +2,7 @@
 
 One exception class serves the whole program. The codes are in one table, from which `docs/errors.md` is generated
 (`python -m argosy.errors`); a test compares the two. The command line prints an `ArgosyError` as a short block and exits with
-`EXIT_REFUSED`; any other exception that escapes is a bug of Argosy.
+its `exit_code`; any other exception that escapes is a bug of Argosy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXIT_DONE: Final = 0
 EXIT_BUG: Final = 1
 # The user must change something.
 EXIT_REFUSED: Final = 2
-# Interrupted with a checkpoint saved, or shares of other workers are missing: run the same command again.
+# Interrupted with a checkpoint saved, shares of other workers are missing, or the file system failed: run the same command again.
 EXIT_RESUMABLE: Final = 75
 
 CODES: Final[dict[str, str]] = {
@@ -44,6 +44,7 @@ CODES: Final[dict[str, str]] = {
     "data.wrong-task": "A corpus was prepared for another task than the run's.",
     "data.bad-records": "More records were quarantined than allowed, or no good document was left.",
     "data.write-failed": "Prepared data could not be written: the disk is full, or the directory read-only.",
+    "data.interrupted": "The file system failed in a way that may pass, several times, while data was made. Exit code 75: the same command goes on.",
     "data.fetch-failed": "Remote data could not be fetched: the server kept failing, asked for too long a wait, or sent other content.",
     "data.fetch-refused": "A fetch was not started: no such data set, config, split or file, terms not accepted, or too little disk.",
     "data.corrupt": "A corpus does not match its manifest, or an `.idx` its `.bin`; `argosy data verify` lists every fault.",
@@ -123,6 +124,9 @@ CODES: Final[dict[str, str]] = {
     "watch.port-taken": "The dashboard's port cannot be used.",
 }
 
+# Codes of failures that the same command may not meet again.
+_RESUMABLE: Final = frozenset({"data.interrupted"})
+
 
 class ArgosyError(Exception):
     """A refusal that the user can act on.
@@ -154,6 +158,11 @@ class ArgosyError(Exception):
         super().__init__(self.cause)
         self.value = value
         self.origin = origin
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that ends with this error."""
+        return EXIT_RESUMABLE if self.code in _RESUMABLE else EXIT_REFUSED
 
     def as_dict(self) -> dict[str, object]:
         """Return the fields for `--json` and for the event log."""
@@ -193,7 +202,7 @@ def errors_page() -> str:
         "# Error index\n\n"
         "<!-- Made from src/argosy/errors.py by `make docs`; edit the table there. -->\n\n"
         "Every refusal names its code, the key and value at fault, the cause with its arithmetic, and the fix, and ends\n"
-        "the command with exit code 2. `argosy --debug …` adds the traceback; verbs with `--json` print it as an object.\n\n"
+        "the command with exit code 2, unless the table names another. `argosy --debug …` adds the traceback; verbs with `--json` print it as an object.\n\n"
         "| code | meaning |\n| --- | --- |\n" + rows + "\n\n"
         "## Exit codes\n\n"
         "| exit code | meaning |\n| --- | --- |\n"
@@ -201,7 +210,7 @@ def errors_page() -> str:
         "| 1 | a bug of ours |\n"
         "| 2 | refused: something must be changed first |\n"
         "| 3 | a launched stage failed |\n"
-        "| 75 | interrupted, checkpoint saved, or shares of other workers are missing: run the same command again to go on |\n"
+        "| 75 | interrupted, checkpoint saved, or shares of other workers are missing, or the file system failed: run the same command again to go on |\n"
         "| 130 | stopped at once by a second Ctrl-C, without saving |\n"
         "| ≥ 128 | killed by a signal (128 + its number) |\n"
     )

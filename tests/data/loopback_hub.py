@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.body(hub, path, hub.models[path.removeprefix("/")], etag=True)
         if path.startswith("/plain/") and path.removeprefix("/plain/") in hub.plain:
             return self.body(hub, path, hub.plain[path.removeprefix("/plain/")], etag=True)
-        found = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        found = re.fullmatch(r"(?:/datasets)?/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", path)
         if not found or found[3] not in hub.files.get(found[1], {}):
             return self.answer(404, code="EntryNotFound")
         if found[1] in hub.gated and self.headers["Authorization"] != f"Bearer {hub.token}":
@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(302, headers={"Location": target})
 
     def api(self, hub: Hub, path: str, query: dict[str, list[str]]) -> None:
-        found = re.fullmatch(r"([^/]+/[^/]+)/(revision|tree)/([^/]+)(?:/(.*))?", path)
+        found = re.fullmatch(r"([^/]+(?:/[^/]+)?)/(revision|tree)/([^/]+)(?:/(.*))?", path)
         if not found or found[1] not in hub.files:
             return self.answer(401, code="RepoNotFound")
         repo, what, revision, folder = found.groups()

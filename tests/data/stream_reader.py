@@ -43,7 +43,8 @@ def batches(corpus: Corpus, count: int = 200, seq_len: int = 64, announce: int =
 def main(url: str, cache: str, limit: str, count: str) -> None:
     # A background job would inherit an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store = patient(url)
+    # An answer that came too late would be asked for again, and other processes may be paused for seconds.
+    store = patient(url, attempt_s=240.0)
     corpus = open_streamed(url, Path(cache), json.loads(limit), block_bytes=BLOCK, store=store)
     print("open", flush=True)
     print(batches(corpus, int(count), announce=60), flush=True)

@@ -13,6 +13,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from argosy.data.curate.curated_shards import ShardWriter, WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
-from argosy.data.prepare import claim, part_runner
+from argosy.data.prepare import claim, part_runner, resuming
 from argosy.data.prepare.job import prepare
+from argosy.data.prepare.locks import PieceLocks
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.inputs import find_inputs
@@ -187,6 +189,28 @@ def test_without_locks_machines_do_their_own_shards_and_run_again(
     assert run(path, machine=1, machines=2)[0] is None
     assert run(path, machine=0, machines=2)[0] is None
     assert run(path, machine=1, machines=2)[1] == reference[1]
+
+
+@pytest.mark.parametrize("method", ["take", "finish"])
+def test_a_failure_of_the_file_system_that_passes_does_not_change_the_bytes(
+    reference: tuple[CurationReport, dict[str, bytes]],
+    raw: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    owner: Any = PieceLocks if method == "take" else ShardWriter
+    working, failures = getattr(owner, method), [OSError(errno.EIO, "Input/output error")]
+
+    def sometimes(*given: Any, **named: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return working(*given, **named)
+
+    monkeypatch.setattr(owner, method, sometimes)
+    monkeypatch.setattr(resuming, "RETRY", replace(resuming.RETRY, base_s=0.0))
+    assert run(write(tmp_path / "p.yaml", raw, shards=3, fields=["url"]))[1] == reference[1]
+    assert not failures
 
 
 @pytest.mark.parametrize("tokenizer", [None, "bytes"])

@@ -130,6 +130,24 @@ def test_missing_data_is_refused(write_spec: Write, tmp_path: Path) -> None:
     assert refusal(write_spec(), f"data.train={tmp_path / 'nowhere'}").code == "data.not-found"
 
 
+@pytest.mark.parametrize("place", ["train", "validation"])
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_missing_data_with_a_recipe_is_made_by_the_command_that_follows_it(
+    write_spec: Write, corpus: Path, tmp_path: Path, place: str, launched: bool, begun: bool
+) -> None:
+    if begun:
+        (tmp_path / "later" / ".parts").mkdir(parents=True)
+    missing = {"path": str(tmp_path / "later"), "prepare": {"fetch": "c4"}}
+    sources = {"train": [str(corpus)], "seq_len": 32} | {place: [missing]}
+    cluster = {"cluster": {"target": "jobset", "nodes": 2}} if launched else {}
+    found = refusal(write_spec(data=sources, **cluster))
+    assert (found.code, found.key) == ("data.not-found", f"data.{place}.0.path")
+    assert "argosy data build" in found.fix
+    assert ("argosy launch" in found.fix) is launched
+    assert "data prepare" not in str(found)
+
+
 def test_no_loss_is_taken_across_documents_when_asked(write_spec: Write) -> None:
     path = write_spec()
     plain = open_data(resolve(path).spec).training().batch(0, 600)

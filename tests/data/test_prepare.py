@@ -5,22 +5,29 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
+from argosy.data.prepare import job, resuming
 from argosy.data.prepare.job import prepare
+from argosy.data.prepare.join import Joiner
+from argosy.data.prepare.locks import PieceLocks
 from argosy.data.prepare.parts import PartMaker
 from argosy.data.prepare.prepare_report import parse_share
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text import blocks
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
-from argosy.errors import ArgosyError
+from argosy.errors import EXIT_RESUMABLE, ArgosyError
 from argosy.record.jsonl import read_jsonl
+from argosy.retry import Clock
 
 GOOD = b'{"text": "hello"}\n'
 
@@ -255,6 +262,59 @@ def test_a_full_disk_is_not_blamed_on_the_input(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ArgosyError, match="No space left") as refused:
         prepare([str(tmp_path / "a.jsonl")], ByteTokenizer(), tmp_path / "corpus", PrepareOptions(workers=1))
     assert (refused.value.code, refused.value.key) == ("data.write-failed", "--output")
+
+
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "RETRY", replace(resuming.RETRY, clock=Clock(sleep=lambda seconds: None)))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOLCK, errno.ESTALE])
+@pytest.mark.parametrize("where", ["the lock", "a part", "the join", "the manifest"])
+def test_a_failure_of_the_file_system_that_passes_costs_no_more_than_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, where: str
+) -> None:
+    without_pauses(monkeypatch)
+    (tmp_path / "a.jsonl").write_text('{"text": "some"}\n{"text": "more"}\n')
+    arguments = [str(tmp_path / "a.jsonl")], ByteTokenizer()
+    undisturbed = prepare(*arguments, tmp_path / "undisturbed", PrepareOptions(workers=1))
+    owner, name = {
+        "the lock": (PieceLocks, "take_all"),
+        "a part": (PartMaker, "_write"),
+        "the join": (Joiner, "finish"),
+        "the manifest": (job, "finish"),
+    }[where]
+    working, failures = getattr(owner, name), [OSError(code, os.strerror(code)) for _ in range(2)]
+
+    def sometimes(*given: Any, **named: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return working(*given, **named)
+
+    monkeypatch.setattr(owner, name, sometimes)
+    made = prepare(*arguments, tmp_path / "corpus", PrepareOptions(workers=1))
+    assert undisturbed is not None
+    assert made is not None
+    assert made[tmp_path / "corpus"].shards == undisturbed[tmp_path / "undisturbed"].shards
+    assert caplog.text.count(f"{os.strerror(code)}; going on in") == 2
+
+
+def test_a_failure_that_lasts_ends_a_command_that_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_pauses(monkeypatch)
+    tried = []
+
+    def fail(*_: object) -> None:
+        tried.append(1)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(PartMaker, "_write", fail)
+    (tmp_path / "a.jsonl").write_text('{"text": "some"}\n')
+    with pytest.raises(ArgosyError, match="Input/output error") as refused:
+        prepare([str(tmp_path / "a.jsonl")], ByteTokenizer(), tmp_path / "corpus", PrepareOptions(workers=1))
+    assert (refused.value.code, refused.value.exit_code) == ("data.interrupted", EXIT_RESUMABLE)
+    assert "run the same command again" in refused.value.fix
+    assert len(tried) == resuming.RETRY.attempts
 
 
 def test_a_store_that_cannot_be_listed_is_refused_whatever_its_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,10 +263,14 @@ if __name__ == "__main__":
 """
 
 
+# Starts of a job for each kill that hits it.
+_MOST_TRIES = 20
+
+
 def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
     """Kill the job at random moments and start it again. Whenever it finishes, its bytes equal those of an undisturbed job.
 
-    Only kills that hit a running job are counted.
+    Only kills that hit a running job are counted. A job that resumes may end before its kill, so there are more tries than kills.
     """
     script, rng = root / "script.py", random.Random(0)
     script.write_text(COMMAND)
@@ -276,10 +280,13 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
     started = time.monotonic()
     assert Popen([*command, str(root / "undisturbed"), *inputs]).wait() == 0
     usual, expected, done = time.monotonic() - started, content(root / "undisturbed"), 0
+    tries = _MOST_TRIES * kills
     while kills:
+        tries -= 1
+        assert tries >= 0, f"{kills} kills came too late: an undisturbed job took {usual:.2f} s"
         output = root / f"killed-{done}"
         process = Popen([*command, str(output), *inputs], start_new_session=True)
-        time.sleep(rng.uniform(0.1, usual))
+        time.sleep(rng.uniform(min(0.1, usual / 4), usual))
         kills -= process.poll() is None
         assert not process.returncode, "it fails by itself"
         with contextlib.suppress(ProcessLookupError):

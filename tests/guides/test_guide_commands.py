@@ -6,6 +6,7 @@ take the place of the clouds' own programs. Everything that is rendered on the w
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shutil
@@ -20,10 +21,13 @@ import yaml
 from api_server import ApiServer
 from crds import check_object
 from emulated_operators import EmulatedOperators
+from loopback_hub import Hub
 from rendering import ROOT
 from stand_ins import DIGEST, Call, StandIns, check_aws, check_call
 
 import forking
+from argosy.data.text.tokenizer import train_bpe
+from argosy.record.jsonl import read_metrics
 
 GUIDES = ("gpt3-on-aks", "mpt-on-aks", "llama-on-eks", "gpt3-on-hyperpod", "parallelism-lab")
 # What a reader replaces by his own.
@@ -62,13 +66,12 @@ def server(tmp_path: Path) -> Iterator[ApiServer]:
     running.close()
 
 
-def commands_of(guide: str) -> str:
-    """Return the commands of a guide as one script. The parallelism lab's `console` blocks need GPUs: they are only parsed."""
+def commands_of(guide: str, kinds: str = "sh|console") -> str:
+    """Return the commands of a guide as one script."""
     text = (ROOT / "docs" / "guides" / f"{guide}.md").read_text()
-    blocks = re.findall(r"^```(sh|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(rf"^```(?:{kinds})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks
-    parsed = "console" if guide == "parallelism-lab" else ""
-    script = "\n".join(re.sub(r"$(?<!\n)", " --help", b, flags=re.M) if kind == parsed else b for kind, b in blocks)
+    script = "\n".join(blocks)
     for placeholder, value in PLACEHOLDERS.items():
         script = script.replace(placeholder, value)
     return script
@@ -106,7 +109,8 @@ def check_rendered(directory: Path) -> int:
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_commands_of_a_guide_run(guide: str, tmp_path: Path, server: ApiServer) -> None:
-    script = commands_of(guide)
+    # The lab's `console` blocks need GPUs, and have a test of their own.
+    script = commands_of(guide, "sh" if guide == "parallelism-lab" else "sh|console")
     with EmulatedOperators(server) as operators:
         calls = run_commands(script, tmp_path)
     for call in calls:
@@ -118,6 +122,34 @@ def test_the_commands_of_a_guide_run(guide: str, tmp_path: Path, server: ApiServ
     assert check_rendered(tmp_path / "out") > 0
     on_a_cluster = [line for line in script.splitlines() if line.startswith("argosy launch") and "$IMAGE" in line]
     assert len(on_a_cluster) <= len(operators.finished)
+
+
+def test_the_lab_on_two_gpus_runs_on_two_cores_with_a_smaller_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands are those of the page. A loopback Hub has the data and the tokenizer, and the size is that of the page's laptop."""
+    [small] = re.findall(r'^SMALL="(.*?)"$', commands_of("parallelism-lab", "sh"), re.DOTALL | re.MULTILINE)
+    sizes = " ".join(word for word in small.split() if not word.startswith("data.train="))
+    script = re.sub(r"^(argosy train .*)$", rf"\1 {sizes}", commands_of("parallelism-lab", "console"), flags=re.M)
+    texts = [f"Sentence {n} of the lab, and no other." for n in range(400)]
+    with Hub() as hub:
+        first = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+        hub.files["allenai/c4"]["en/c4-train.00000-of-01024.json.gz"] = gzip.compress(first.encode())
+        hub.files["gpt2"]["tokenizer.json"] = train_bpe(texts, 300).encode()
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("no_proxy", "*")
+        run_commands(script, tmp_path)
+    layouts = [re.sub(r".*/(\w+).yaml.*", r"\1", line) for line in script.splitlines() if "argosy train" in line]
+    losses = {
+        layout: {
+            step: record["loss"] for step, record in read_metrics(run / "metrics.jsonl").items() if "loss" in record
+        }
+        for layout in layouts
+        for run in [tmp_path / "runs" / f"lab-{layout}"]
+    }
+    assert len(losses) > 1
+    assert all(found == pytest.approx(losses[layouts[0]], rel=1e-4) for found in losses.values())
+    assert len(losses[layouts[0]]) == 10
 
 
 def test_the_commands_of_launching_run(tmp_path: Path, server: ApiServer) -> None:

@@ -68,10 +68,6 @@ def test_images_are_published_by_digest_with_an_sbom_and_a_signature() -> None:
         assert part in commands
     for path in FILES:
         assert f"build {path.name} " in commands
-    for step in steps:
-        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", step.get("uses", f"x@{40 * '0'}")), (
-            "actions are pinned by their commit"
-        )
     assert workflow["permissions"] == {"contents": "read"}
 
 

@@ -19,6 +19,7 @@ import yaml
 from api_server import KINDS, ApiServer
 from rendering import GPU_EXAMPLE, ROOT
 
+from argosy.config.clouds import CLOUDS
 from argosy.config.cluster import ClusterSpec
 from argosy.config.targets import TARGETS
 from argosy.launch import targets
@@ -27,6 +28,8 @@ from argosy.launch.target import Target
 from waiting import wait_for
 
 HERE = Path(__file__).parent
+# The name of a cloud and of the target of its operator, whose module says it.
+TARGET_AND_CLOUD = "hyperpod"
 SOURCE = ROOT / "src" / "argosy"
 # All of argosy, after one line as in the registry.
 WITH_ONE_LINE_MORE = (
@@ -131,22 +134,37 @@ def test_every_target_is_registered_once_under_its_own_name() -> None:
 
 
 def test_nothing_else_compares_the_names_of_targets() -> None:
-    """`hyperpod` is the name of a cloud as well; whatever holds a target's name is an attribute or a variable called target.
+    """Whatever holds a target's name is an attribute or a variable called target.
 
     Hints name targets in words, and `local` is a key of LLM-Foundry's."""
-    files = ("targets.py", "cluster.py", "other_names.py", "foreign/foundry.py")
+    files = ("targets.py", "clouds.py", "cluster.py", "other_names.py", "foreign/foundry.py")
     allowed = {SOURCE / "config" / name for name in files}
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         if path in allowed or path.parent == SOURCE / "launch" / "targets":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            named = isinstance(node, ast.Constant) and node.value in TARGETS.keys() - {"hyperpod"}
+            named = isinstance(node, ast.Constant) and node.value in TARGETS
             compared = isinstance(node, ast.Compare) and any(
                 isinstance(side, ast.Attribute) and side.attr == "target" for side in (node.left, *node.comparators)
             )
             if named or compared:
                 found.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert not found
+
+
+def test_nothing_but_the_registry_names_a_cloud() -> None:
+    allowed = {SOURCE / "config" / name for name in ("clouds.py", "cluster.py", "targets.py", "other_names.py")}
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path not in allowed
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Constant) and node.value in CLOUDS.keys() - {"generic", TARGET_AND_CLOUD})
+        or (isinstance(node, ast.Compare) and any(
+            isinstance(side, ast.Attribute) and side.attr == "cloud" for side in (node.left, *node.comparators)
+        ))
+    ]  # fmt: skip
     assert not found
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from typing import Any
 import pytest
 
 from argosy.files import write_fix
-from argosy.launch import node_checks, storage_checks
+from argosy.launch import node_checks, preflight, storage_checks
 from argosy.launch.node_checks import Check, Wanted
 from argosy.launch.preflight import check_node, judge_bandwidth, wanted_of
+from ports import free_port
 
 
 def named(checks: list[Check], name: str) -> Check:
@@ -190,3 +193,43 @@ def test_ranks_measure_each_other_and_the_exit_code_is_honest(
     assert "GB/s, at least 100000 expected" in measured["found"]
     told = argosy("doctor", spec, "--json")
     assert told.returncode == 0, told.stdout
+
+
+def test_a_check_that_raises_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi of an ailing GPU does not answer, and an exception would end the rank before its node's report is out."""
+
+    def hangs(wanted: Wanted) -> Check:
+        raise subprocess.TimeoutExpired("nvidia-smi", 60)
+
+    hangs.__name__ = "check_gpus"
+    monkeypatch.setattr(preflight, "NODE_CHECKS", (hangs, *node_checks.NODE_CHECKS[1:]))
+    checks = check_node(Wanted(storage=tmp_path))
+    assert (named(checks, "gpus").ok, named(checks, "shm").ok) == (False, True)
+    assert "timed out after 60 seconds" in named(checks, "gpus").found
+
+
+def test_every_node_says_why_the_stage_failed_whichever_ends_first(
+    write_spec: Callable[..., Path], argosy: Callable[..., Any]
+) -> None:
+    """The pod that ends first fails the job, and Kubernetes deletes the others with their logs."""
+    cluster = {"target": "local", "gpus": 0, "ranks": 1, "nodes": 2, "secrets": {"SOME_TOKEN": "secret/key"}}
+    spec = write_spec(cluster=cluster, parallel={"dp_replicate": 2, "micro_batch": 4})
+    port = free_port()
+
+    def node(number: int) -> Any:
+        place = {
+            "NNODES": "2",
+            "NODE_RANK": str(number),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "SOME_TOKEN": ["given", ""][number],
+        }
+        return argosy("doctor", spec, "--nproc", "1", env=os.environ | place)
+
+    with ThreadPoolExecutor(2) as both:
+        told = list(both.map(node, range(2)))
+    for one in told:
+        assert one.returncode == 2, one.stderr
+        assert "#1: tokens: 0 of 1 set" in one.stdout + one.stderr
+    assert "all-reduce" in told[0].stdout, "the first node has the whole report"
+    assert not told[1].stdout

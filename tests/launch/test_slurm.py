@@ -72,6 +72,40 @@ def test_the_script_asks_slurm_for_what_the_run_needs() -> None:
     assert set(exported) <= set(passed)
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "stages"),
+    [
+        (0, 0, set()),
+        (2, 0, set()),
+        (75, 0, {"prepare", "train"}),
+        (75, 99, {"prepare", "train"}),
+        (75, 100, {"train"}),
+        (1, 9, {"prepare", "train"}),
+        (1, 10, set()),
+    ],
+)
+def test_what_can_go_on_is_queued_again(code: int, restarts: int, stages: set[str], tmp_path: Path) -> None:
+    """A stand-in for srun ends with the code, and one for scontrol notes what it is asked for."""
+    scripts_of(GPU_EXAMPLE, [], tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {tmp_path / "asked"}')):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "ARGOSY_SPEC": str(tmp_path / "run.yaml"),
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+    for stage in ("prepare", "preflight", "train"):
+        script = tmp_path / f"{stage}.sbatch"
+        done = subprocess.run(["bash", script], env=environment | {"SLURM_JOB_ID": stage}, check=False)
+        assert done.returncode == code
+        assert ("#SBATCH --requeue\n" in script.read_text()) is (stage != "preflight")
+    asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+    assert asked == [f"requeue {stage}" for stage in sorted(stages)]
+
+
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cluster of this one machine."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from argosy.config.resolve import resolve_model
-from argosy.model.build import build_model, initialise
+from argosy.model.build import build_model, fill_like_initial, initial_value, initialise
 
 SIZES = ["hidden=64", "heads=4", "vocab_size=500", "max_seq_len=32"]
 
@@ -43,6 +43,24 @@ def test_the_scales_are_those_of_gpt2() -> None:
     assert float(found["layers.0.mlp.down.weight"].std()) == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
     assert bool((found["layers.0.attn_norm.weight"] == 1).all())
     assert bool((found["layers.0.attn.qkv.bias"] == 0).all())
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "t5-small", "gemma3-1b"])
+@pytest.mark.parametrize(
+    ("name", "constant"), [("scale", None), ("bias", 0.0), ("norm.bias", 0.0), ("norm.weight", 1.0)]
+)
+def test_a_parameter_starts_by_its_name_inside_a_module_or_outside(
+    preset: str, name: str, constant: float | None
+) -> None:
+    spec = resolve_model(preset)
+    measured = torch.full((8, 16), -5.0)
+    fill_like_initial(name, measured, spec)
+    for value in (measured, initial_value(name, torch.Size((8, 16)), spec, seed=1)):
+        expected = spec.norm_start if constant == 1.0 else constant
+        if expected is None:
+            assert 0 < float(value.std()) < 2
+        else:
+            assert bool((value == expected).all())
 
 
 @pytest.mark.parametrize("preset", ["t5-small", "t5-v1.1-small"])

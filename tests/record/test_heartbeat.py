@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from argosy.record import heartbeat
-from argosy.record.heartbeat import Heartbeat, HeartbeatFiles, read_heartbeats
+from argosy.record.heartbeat import Heartbeat, HeartbeatFiles, clear_heartbeats, read_heartbeats
 from argosy.record.jsonl import read_jsonl
-from argosy.record.pulse import PAGE_BYTES, PHASES, Page, RankProgress
+from argosy.record.pulse import PAGE_BYTES, PHASES, Page, RankProgress, process_state
 from waiting import wait_for
 
 HOLD_THE_GIL = """
@@ -70,6 +70,29 @@ def test_beats_go_on_while_the_gil_is_held_and_while_the_rank_is_stopped_and_end
     finally:
         rank.kill()
         rank.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are found in /proc")
+def test_a_writer_of_an_earlier_start_that_was_paused_does_not_write_over_the_next_one(tmp_path: Path) -> None:
+    beats = tmp_path / "heartbeat"
+    rank = subprocess.Popen([sys.executable, "-c", HOLD_THE_GIL, str(beats)])
+    try:
+        beat_of(beats, 3)
+        [writer] = [int(pid) for pid in Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()]
+        os.kill(writer, signal.SIGSTOP)
+        wait_for(lambda: (process_state(writer) or "?")[0] == "T")
+    finally:
+        rank.kill()
+        rank.wait()
+    clear_heartbeats(beats)
+    assert read_heartbeats(beats) == {}
+    beats.mkdir()
+    (beats / "3.json").write_text('{"rank": 3, "attempt": 3, "alive": true}')
+    os.kill(writer, signal.SIGCONT)
+    wait_for(lambda: (process_state(writer) or "Z")[0] == "Z")
+    assert read_heartbeats(beats) == {3: {"rank": 3, "attempt": 3, "alive": True}}
+    clear_heartbeats(beats)
+    assert list(tmp_path.iterdir()) == [], "nothing of earlier starts is left"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a file is Linux's")

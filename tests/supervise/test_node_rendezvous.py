@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from argosy.supervise import node_rendezvous
@@ -45,6 +46,22 @@ def test_a_node_keeps_its_index_and_all_find_the_same_address() -> None:
     met = together([agent.next_rendezvous for agent in agents_of(HashStore(), 5)])
     assert [(info.rank, info.world_size) for info in met] == [(index, 5) for index in range(5)]
     assert len({(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in met}) == 1
+
+
+def test_the_store_of_the_ranks_listens_before_they_start_and_is_new_in_every_round() -> None:
+    """A port that was free and is not held yet may be taken by any process before rank 0 listens there."""
+    agents = agents_of(HashStore(), 2)
+    assert agents[0].use_agent_store, "else rank 0 would listen at the port itself"
+    seen = []
+    for _ in range(2):
+        met = together([partial(settle, agent, agents) for agent in agents])
+        where = met[1].bootstrap_store_info
+        # As torch opens it in a rank.
+        store = TCPStore(
+            where.master_addr, where.master_port, world_size=2, is_master=False, timeout=timedelta(minutes=2)
+        )
+        seen.append(store.add("of this round", 1))
+    assert seen == [1, 1]
 
 
 def test_what_a_node_adds_to_the_store_does_not_grow_with_their_number() -> None:

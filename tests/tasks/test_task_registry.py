@@ -6,14 +6,15 @@ from typing import Any, get_args
 
 import pytest
 
+from argosy.config.counts import training_flops_per_token
 from argosy.config.model import ModelSpec
-from argosy.config.resolve import resolve
+from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import DataSpec, RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER
 from argosy.families.family_registry import FAMILIES
-from argosy.tasks.task_registry import SECTIONS, TASKS, TaskName, task_of, tasks_for
+from argosy.tasks.task_registry import SECTIONS, TASKS, TaskName, run_flops_per_token, task_of, tasks_for
 
 PRESETS = {"gpt2": "causal-lm", "bert-base": "masked-lm", "t5-small": "span-corruption", "ict-base": "inverse-cloze"}
 
@@ -71,3 +72,15 @@ def test_a_synthetic_batch_has_the_inputs_the_task_gives_its_model(preset: str) 
     batch: Any = synthetic_batch(run(preset, "data.seq_len=32"))
     assert set(batch.inputs) == inputs[preset]
     assert len(batch.tokens) == 4
+
+
+def test_the_flops_of_a_run_follow_the_settings_of_its_task() -> None:
+    """BERT's output head runs on the tokens that are masked, however many the run spec says."""
+
+    def flops(*keys: str) -> float:
+        return run_flops_per_token(run("bert-base", *keys))
+
+    model = resolve_model("bert-base")
+    head = model.vocab_size * model.hidden + ENCODER.ends(model).matmul
+    assert flops() == training_flops_per_token(model) == flops("data.bert.mask_rate=0.15")
+    assert flops("data.bert.mask_rate=0.4") - flops() == pytest.approx(6 * (0.4 - 0.15) * head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import math
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from argosy.config import lr_schedules
 from argosy.config.batches import Batches
+from argosy.config.lr_schedules import LR_SCHEDULES, SHAPES, LrSchedule
 from argosy.config.resolve import resolve
 from argosy.config.schema import OptimSpec, RampupSpec, RunSpec
 from argosy.config.units import Duration
@@ -38,6 +41,32 @@ def schedule_of(base: RunSpec, kind: str, *, steps: int, batch: int = 1, ramp: A
     train = base.train.model_copy(update={"global_batch": batch, "batch_rampup": ramp, "steps": steps})
     rates = OptimSpec.model_validate({"schedule": kind, **optim})
     return make_schedule(base.model_copy(update={"train": train, "optim": rates}), steps=steps, epoch_samples=0)
+
+
+def test_a_new_schedule_is_an_entry_of_the_registry(base: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "square", lambda done: (1 - done) ** 2)
+    monkeypatch.setitem(LR_SCHEDULES, "quadratic", LrSchedule("square"))
+    optim = base.optim.model_copy(update={"schedule": "quadratic", "min_lr": 0.0})
+    made = make_schedule(base.model_copy(update={"optim": optim}), steps=11, epoch_samples=0)
+    assert [made.lr(step) for step in (0, 5, 10)] == pytest.approx([1.0, 0.25, 0.0])
+
+
+def test_nothing_but_the_registry_compares_the_names_of_schedules() -> None:
+    source, keys = Path(lr_schedules.__file__).parents[1], ("schedule", "decay_shape")
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Compare):
+                continue
+            inner = list(ast.walk(node))
+            is_key = any(
+                (isinstance(part, ast.Attribute) and part.attr in keys)
+                or (isinstance(part, ast.Constant) and part.value in ("optim.schedule", "optim.decay_shape"))
+                for part in inner
+            )
+            if is_key and any(isinstance(part, ast.Constant) and part.value in LR_SCHEDULES for part in inner):
+                found.append(f"{path.relative_to(source)}:{node.lineno}")
+    assert not found
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])

@@ -39,7 +39,7 @@ from argosy.cli import (
 )  # fmt: skip
 from argosy.cli.hints import option_hint, verb_hint
 from argosy.echo import capped
-from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.errors import ArgosyError
 from argosy.files import write_fix
 from argosy.log_handler import install_log_handler
 
@@ -241,4 +241,4 @@ def _refuse(error: ArgosyError) -> None:
         traceback.print_exception(error)
     else:
         print(error, file=sys.stderr)
-    sys.exit(EXIT_REFUSED)
+    sys.exit(error.exit_code)

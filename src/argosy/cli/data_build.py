@@ -25,7 +25,7 @@ def build(
     A corpus with a recipe (data.train.N.prepare) is fetched, curated if the recipe has steps, and prepared unless it exists.
 
     It can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array divide the work by their index; `argosy
-    launch` starts them. Exit code 75: shares of others are missing and the file system has no locks, so run the same command again.
+    launch` starts them. Exit code 75: run the same command again; the file system failed, or it has no locks and shares of others are missing.
     """
     from argosy.config.resolve import resolve
     from argosy.data.build_corpora import awaits_others, share_of

@@ -95,6 +95,7 @@ def _preflight(arguments: list[str], as_json: bool) -> int:
 
     def work() -> int:
         report = [check.as_dict() for check in check_node(wanted)] if world.local_rank == 0 else []
-        return finish(wanted, [], probe(world, per_node, report), as_json=as_json, speak=world.rank == 0)
+        probed = probe(world, per_node, report)
+        return finish(wanted, [], probed, as_json=as_json, rank=world.rank, local_rank=world.local_rank)
 
     return run_as_rank(work, world.rank)

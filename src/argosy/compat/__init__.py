@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -125,6 +126,17 @@ def finish_backward(model: Any) -> None:
             if group is not None:
                 group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def allow_fsdp_views() -> None:
+    """Silence FSDP's warning that a module returned a view, which torch gives from 2.13 on. Call it where no view is modified in place.
+
+    The filter is of that one message of that one module. A filter for the time of a step would make Python repeat every other warning
+    in each step.
+    """
+    warnings.filterwarnings(
+        "ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning, module=r"torch\.distributed\.fsdp\."
+    )
 
 
 def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from argosy.config.clouds import CLOUDS, Cloud
 from argosy.config.model import Section
 from argosy.config.targets import TARGETS
 from argosy.config.units import Duration as _Duration
 from argosy.config.units import DurationField, Positive, PositiveNumber, Whole
 
-Cloud = Literal["generic", "aks", "eks", "hyperpod"]
 if TYPE_CHECKING:
+    CloudName = str
     TargetName = str
 else:
+    CloudName = Literal[tuple(CLOUDS)]
     TargetName = Literal[tuple(TARGETS)]
 
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
@@ -106,7 +108,7 @@ class WorkersSpec(Section):
 class ClusterSpec(Section):
     """The cluster on which `argosy launch` starts a run. Training does not read it."""
 
-    cloud: Cloud = Field("generic", description="chooses resource names, fabric settings, node labels")
+    cloud: CloudName = Field("generic", description="chooses resource names, fabric settings, node labels")
     target: TargetName = Field("jobset", description="what starts the pods or processes")
     instance: str | None = Field(None, description="node type, as p4d.24xlarge; `argosy plan` knows the same names")
     nodes: Positive = Field(1, description="how many of them")
@@ -167,3 +169,7 @@ class ClusterSpec(Section):
     spares: Whole = Field(0, description="target hyperpod, operator sagemaker: nodes held in reserve")
     data: WorkersSpec = Field(WorkersSpec(), description="who fetches and prepares")
     slurm: SlurmSpec = Field(SlurmSpec(), description="Slurm's own options")
+
+    @property
+    def cloud_facts(self) -> Cloud:
+        return CLOUDS[self.cloud]

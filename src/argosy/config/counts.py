@@ -99,10 +99,13 @@ def describe_size(spec: ModelSpec) -> str:
     return f"{spec.preset or spec.family}, {count.total:,} parameters{active}{trained}"
 
 
-def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target_len: int | None = None) -> float:
+def training_flops_per_token(
+    spec: ModelSpec, seq_len: int | None = None, target_len: int | None = None, predicted: float | None = None
+) -> float:
     """Return the training FLOPs per token of a sample of `seq_len` tokens (default: the model's maximum length).
 
-    For T5 a sample has `seq_len` encoder tokens and `target_len` decoder tokens, and the result is the average over both.
+    For T5 a sample has `seq_len` encoder tokens and `target_len` decoder tokens, and the result is the average over both. `predicted` is the
+    share of the tokens that the output head runs on (default: the architecture's).
     """
     seq, kind = seq_len or spec.max_seq_len, architecture_of(spec)
     width = spec.heads * spec.head_dim
@@ -112,7 +115,8 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
     attention = 4 * width * sum(layer_keys(spec, seq))
     matmul: float = count_parameters(spec).matmul
     if kind.has_vocabulary:
-        matmul -= (1 - kind.predicted) * (kind.ends(spec).matmul + spec.vocab_size * spec.hidden)
+        share = kind.predicted if predicted is None else predicted
+        matmul -= (1 - share) * (kind.ends(spec).matmul + spec.vocab_size * spec.hidden)
     # The backward pass computes no gradients of frozen weights.
     frozen = 0.0 if spec.lora is None else matmul - _adapters(spec).matrices
     return 3 * (2 * matmul + attention) - 2 * frozen

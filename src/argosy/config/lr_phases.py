@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from argosy.config.lr_schedules import STABLE
 from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
@@ -51,7 +52,7 @@ def lr_phases(spec: RunSpec, *, steps: int, epoch_samples: int | None = None) ->
     rise_end: float = batches.samples(warmup) if optim.warmup_init is None else exact_warmup
     last = max(0, steps - 1)
     fall_end: float = batches.samples(last) if end is None else end
-    if optim.schedule == "wsd":
+    if optim.lr_schedule.is_stable:
         if end is None:
             return LrPhases(rise_end, batches.samples(max(0, last - fall)), fall_end)
         if decay.unit == "steps":
@@ -59,7 +60,7 @@ def lr_phases(spec: RunSpec, *, steps: int, epoch_samples: int | None = None) ->
             end_step = batches.steps(math.ceil(end))
             exact_fall = batches.samples(end_step) - batches.samples(max(0, end_step - fall))
         return LrPhases(rise_end, max(0, end - exact_fall), fall_end)
-    if optim.schedule == "inverse_sqrt":
+    if optim.lr_schedule.by_root:
         first: float = batches.samples(1) if optim.warmup_init is None else 1
         return LrPhases(rise_end, max(rise_end, first), math.inf if end is None else end)
     return LrPhases(rise_end, rise_end, fall_end)
@@ -101,18 +102,18 @@ def check_schedule(spec: RunSpec, origins: Origins) -> None:
 def _check_kind(spec: RunSpec, origins: Origins) -> None:
     """Refuse keys that the schedule does not read."""
     optim = spec.optim
-    if optim.schedule == "wsd" and optim.decay is None:
+    is_stable, belongs = optim.lr_schedule.is_stable, f"belongs to the {STABLE} schedule"
+    if is_stable and optim.decay is None:
         raise ArgosyError(
             "config.missing-key",
-            "a wsd (warmup-stable-decay) schedule needs the length of its decay, and none is given",
+            f"a {optim.schedule} (warmup-stable-decay) schedule needs the length of its decay, and none is given",
             key="optim.decay",
             fix="a tenth to a fifth of the run is common: optim.decay=2000 (steps) or 10B (tokens)",
         )
-    falls = optim.schedule != "constant"
     for key, value, used, why, fix in (
-        ("optim.decay", optim.decay, optim.schedule == "wsd", "belongs to the wsd schedule", "optim.schedule=wsd, or "),
-        ("optim.decay_shape", optim.decay_shape, optim.schedule == "wsd", "belongs to the wsd schedule", "optim.schedule=wsd, or "),
-        ("optim.decay_end", optim.decay_end, falls, "is where the decay ends", ""),
+        ("optim.decay", optim.decay, is_stable, belongs, f"optim.schedule={STABLE}, or "),
+        ("optim.decay_shape", optim.decay_shape, is_stable, belongs, f"optim.schedule={STABLE}, or "),
+        ("optim.decay_end", optim.decay_end, optim.lr_schedule.falls, "is where the decay ends", ""),
         ("optim.warmup_init", optim.warmup_init, optim.warmup.amount > 0, "is where the warmup starts", "give optim.warmup, or "),
     ):  # fmt: skip
         if value is not None and not used:

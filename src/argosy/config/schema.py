@@ -6,12 +6,13 @@ descriptions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from argosy.config.batches import Batches
 from argosy.config.cluster import ClusterSpec
+from argosy.config.lr_schedules import LR_SCHEDULES, SHAPES, LrSchedule
 from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import RULES, OptimizerKeys
@@ -35,6 +36,13 @@ from argosy.config.units import (
 from argosy.config.watching import LogSpec
 from argosy.tasks.causal_lm import FimSpec
 from argosy.tasks.task_registry import TaskSections
+
+if TYPE_CHECKING:
+    ScheduleName = str
+    ShapeName = str
+else:
+    ScheduleName = Literal[tuple(LR_SCHEDULES)]
+    ShapeName = Literal[tuple(SHAPES)]
 
 
 class PrepareSpec(Section):
@@ -175,7 +183,7 @@ class OptimSpec(OptimizerKeys):
         description="learning rate of the first step; the peak is then reached at the step after the warmup, as in Megatron. "
         "Default: the first step has lr / warmup steps, and the last warmup step has the peak",
     )
-    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
+    schedule: ScheduleName = Field(
         "cosine",
         description="decay from the peak to min_lr; wsd (warmup-stable-decay): stay at the peak, then decay over the last `decay`",
     )
@@ -185,7 +193,7 @@ class OptimSpec(OptimizerKeys):
         description="point of training at which the learning rate reaches min_lr and stays there, before or after the end of the "
         "run. Default: the last step of the run",
     )
-    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = Field(
+    decay_shape: ShapeName | None = Field(
         None, description="wsd: shape of the decay; default: linear. sqrt: 1 - sqrt(x); exponential: 2 x 0.5^x - 1"
     )
     weight_decay: NotNegative = Field(0.1, description="weight decay of matrices and embeddings")
@@ -202,6 +210,11 @@ class OptimSpec(OptimizerKeys):
     def rule(self) -> Rule:
         """The optimiser that `name` chooses."""
         return RULES[self.name]
+
+    @property
+    def lr_schedule(self) -> LrSchedule:
+        """The learning-rate schedule that `schedule` chooses."""
+        return LR_SCHEDULES[self.schedule]
 
 
 class EvalSpec(Section):

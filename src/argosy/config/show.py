@@ -11,13 +11,14 @@ from argosy.config.counts import FLOPS_CONVENTION, count_parameters, training_fl
 from argosy.config.reference import keys
 from argosy.config.resolve import resolve, resolve_model
 from argosy.families.family_registry import ALIASES, PRESETS
+from argosy.tasks.task_registry import run_flops_per_token
 
 
 def resolved(path: Path | None, overrides: Sequence[str], as_json: bool) -> str:
     found = resolve(path, overrides)
     spec = found.spec
     counts = count_parameters(spec.model)
-    flops = training_flops_per_token(spec.model, spec.data.seq_len)
+    flops = run_flops_per_token(spec)
     steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
     facts: dict[str, Any] = {
         "parameters": counts.total,

@@ -15,10 +15,12 @@ from typing import Any
 from argosy.config.schema import DataSource, RunSpec
 from argosy.console.formats import amount
 from argosy.data.corpus.corpus import Corpus, Split, open_corpus
+from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.samples.megatron_stream import split_by_sequence
 from argosy.data.samples.windows import Stream
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.files import local_path
 from argosy.tasks.task import Opened
 from argosy.tasks.task_registry import task_of
 
@@ -139,6 +141,7 @@ class RunData:
 
 def open_data(spec: RunSpec) -> RunData:
     """Open all corpora and the tokenizer of a run spec, and check them against each other and the model."""
+    _require_built(spec)
     corpora = [_open_source(source) for source in spec.data.train]
     validation = [_open_source(source) for source in spec.data.validation]
     data = RunData(spec, corpora, _tokenizer(spec, [*corpora, *validation]), validation)
@@ -157,6 +160,21 @@ def set_names(paths: Sequence[str]) -> list[str]:
             number += 1
         names.append(unique)
     return names
+
+
+def _require_built(spec: RunSpec) -> None:
+    """Refuse a corpus that does not exist yet, if the run spec has a recipe for it: `open_corpus` cannot know of the recipe."""
+    for place, source in spec.data.sources.items():
+        if source.prepare is None or (local_path(source.path) / FILE_NAME).exists():
+            continue
+        launched = "" if spec.cluster is None else "; `argosy launch RUN.yaml` makes it in the stages before training"
+        raise ArgosyError(
+            "data.not-found",
+            f"{source.path} is not made yet; the run spec says how ({place}.prepare)",
+            key=f"{place}.path",
+            value=source.path,
+            fix=f"`argosy data build RUN.yaml` makes it here, or goes on with it{launched}",
+        )
 
 
 def _open_source(source: DataSource) -> Corpus:

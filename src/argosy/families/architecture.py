@@ -17,7 +17,7 @@ from argosy.config.model import ModelSpec, RopeScaling
 
 # T5's relative position buckets.
 RELATIVE_BUCKETS = 32
-# The share of tokens that BERT masks. The output head runs only on these.
+# The share of tokens that BERT masks, the default of data.bert.mask_rate. The output head runs only on these.
 PREDICTED_SHARE = 0.15
 
 
@@ -48,7 +48,7 @@ class Architecture:
     `writes_text` is True if the model generates one token after another. `has_vocabulary` is True if it has an output head
     over the vocabulary. `fan_in_init` scales initial weights by the width of each matrix's input, as T5 does. `uncuttable`
     says why context parallelism cannot cut its sequences, or is None. `planned` is False if the planner cannot choose a
-    layout for it. `predicted` is the share of the tokens that the output head runs on.
+    layout for it. `predicted` is the share of the tokens that the output head runs on, unless the task's settings say another.
     """
 
     name: str

@@ -13,7 +13,6 @@ from argosy.errors import ArgosyError
 from argosy.plan.hardware import Instance
 
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
-INFINIBAND_RESOURCE = "rdma/ib"
 DEVICE_IN_POD, DEVICE_ON_HOST = "mlx5_0:1", "mlx5_ib0:1"
 
 _AZURE_HOPPER_NODES = ("Standard_ND96isr_H100_v5", "Standard_ND96isr_H200_v5")
@@ -54,7 +53,7 @@ def nic_request(cluster: ClusterSpec, instance: Instance | None, gpus: int, fabr
     """Return the resource name and the number of network cards a pod requests. Half of a node's GPUs get half of its cards."""
     if fabric in ("none", "tcp"):
         return None
-    by_cloud = EFA_RESOURCE if fabric == "efa" else INFINIBAND_RESOURCE if cluster.cloud == "aks" else None
+    by_cloud = EFA_RESOURCE if fabric == "efa" else cluster.cloud_facts.infiniband_resource
     name = cluster.nic_resource or by_cloud
     known = None if instance is None else card_count(instance, gpus)
     count = cluster.nics if cluster.nics is not None else known
@@ -84,7 +83,7 @@ def fabric_environment(
     if fabric == "efa":
         variables |= {"NCCL_NET_PLUGIN": "ofi", "FI_EFA_USE_HUGE_PAGE": "0"}
     name = "" if instance is None else instance.name
-    if cluster.cloud == "aks" and fabric == "infiniband" and name in _AZURE_HOPPER_NODES:
+    if cluster.cloud_facts.hides_topology and fabric == "infiniband" and name in _AZURE_HOPPER_NODES:
         variables |= _AZURE_HOPPER
     if cluster.sharp:
         variables |= _sharp(device)

@@ -25,12 +25,6 @@ STAGE_LABEL = "argosy/stage"
 # The annotation with the number of ranks in a pod. It tells which pod has the log of a rank.
 RANKS = "argosy/ranks"
 
-# The node labels that tell which nodes are close in the network, by cloud.
-_NEAR = {
-    "aks": "ib/torset",
-    "eks": "topology.k8s.aws/network-node-layer-2",
-    "hyperpod": "topology.k8s.aws/network-node-layer-2",
-}
 # NVIDIA's GPU feature discovery sets this label on nodes with GPUs.
 _HAS_GPUS = "nvidia.com/gpu.present"
 # Nodes of one NVLink domain share the value of this label.
@@ -200,8 +194,9 @@ def _placing(placed: Placement, stage: Stage) -> Manifest:
     """Return the scheduling fields of a pod: nodes of the right type, one pod per node, close to each other."""
     cluster = placed.cluster
     selector = dict(cluster.node_selector)
-    if cluster.instance is not None and cluster.cloud != "generic":
-        prefix = "ml." if cluster.cloud == "hyperpod" else ""
+    prefix = cluster.cloud_facts.instance_prefix
+    if cluster.instance is not None and prefix is not None:
+        # Run specs may name an instance as SageMaker does, on any cloud.
         bare = cluster.instance.removeprefix("ml.")
         selector = {"node.kubernetes.io/instance-type": prefix + bare} | selector
     placing: Manifest = {"nodeSelector": selector} if selector else {}
@@ -251,8 +246,9 @@ def _affinity(placed: Placement, stage: Stage) -> Manifest:
         else:
             preferred = {"weight": 100, "podAffinityTerm": together}
             affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}
-    if cluster.cloud == "hyperpod":
-        healthy = {"key": "sagemaker.amazonaws.com/node-health-status", "operator": "In", "values": ["Schedulable"]}
+    if cluster.cloud_facts.healthy_label is not None:
+        label, value = cluster.cloud_facts.healthy_label
+        healthy = {"key": label, "operator": "In", "values": [value]}
         terms = {"nodeSelectorTerms": [{"matchExpressions": [healthy]}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
     return affinity
@@ -263,7 +259,7 @@ def _near(placed: Placement) -> str | None:
         return placed.cluster.topology
     if _shares_nvlink(placed):
         return _CLIQUE
-    return _NEAR.get(placed.cluster.cloud) if placed.cluster.nodes > 1 and placed.gpus else None
+    return placed.cluster.cloud_facts.near_label if placed.cluster.nodes > 1 and placed.gpus else None
 
 
 def _shares_nvlink(placed: Placement) -> bool:

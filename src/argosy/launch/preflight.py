@@ -6,6 +6,7 @@ Nothing here needs torch. The ranks measure the bandwidth (`argosy.measure.bandw
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,15 +20,18 @@ from argosy.launch.node_checks import NODE_CHECKS, Check, Wanted
 from argosy.launch.storage_checks import STORAGE_CHECKS
 from argosy.plan.hardware import find_instance
 
+_log = logging.getLogger(__name__)
+
 
 def check_node(wanted: Wanted) -> list[Check]:
-    """Run every check on this node. A check that raises OSError counts as failed."""
+    """Run every check on this node. A check that raises counts as failed: an exception would end the report of all nodes."""
     found = []
     for check in (*NODE_CHECKS, *STORAGE_CHECKS):
         try:
             found.append(check(wanted))
-        except OSError as error:
-            found.append(Check(check.__name__.removeprefix("check_"), False, str(error), "see what the system says"))
+        except Exception as error:  # noqa: BLE001 - an ailing node fails in ways that nobody has listed
+            said = str(error) or type(error).__name__
+            found.append(Check(check.__name__.removeprefix("check_"), False, said, "see what the system says"))
     return found
 
 
@@ -98,9 +102,19 @@ def wanted_of(arguments: Sequence[str], environ: Mapping[str, str]) -> Wanted:
 
 
 def finish(
-    wanted: Wanted, own: Sequence[Check], probed: Mapping[str, Any] | None, *, as_json: bool, speak: bool = True
+    wanted: Wanted,
+    own: Sequence[Check],
+    probed: Mapping[str, Any] | None,
+    *,
+    as_json: bool,
+    rank: int = 0,
+    local_rank: int = 0,
 ) -> int:
-    """Print the results on the rank with `speak` and return the exit code, which is the same on every rank."""
+    """Print the results and return the exit code, which is the same on every rank.
+
+    Rank 0 prints all of them. The first rank of every other node prints the failed checks of all nodes, because the node that ends first
+    ends the others on Kubernetes, and their logs go with them.
+    """
     reports: dict[str, Sequence[Check]] = {socket.gethostname(): own}
     if probed is not None:
         reports = {node: [Check(**check) for check in checks] for node, checks in probed["nodes"].items()}
@@ -108,10 +122,12 @@ def finish(
             wanted, probed["measured"], probed["transport"], collnet=probed["collnet"], topology=probed["topology"]
         )
     well = all(check.ok is not False for checks in reports.values() for check in checks)
-    if speak and as_json:
+    if rank == 0 and as_json:
         say(json.dumps({"ok": well, "nodes": {n: [check.as_dict() for check in c] for n, c in reports.items()}}))
-    elif speak:
+    elif rank == 0:
         describe(reports, say)
+    elif local_rank == 0:
+        describe_failed(reports, _log.error)
     return EXIT_DONE if well else EXIT_REFUSED
 
 
@@ -121,6 +137,11 @@ def describe(reports: Mapping[str, Sequence[Check]], say: Callable[[str], None])
     for node, checks in reports.items():
         for check in checks:
             say(f"{node:<20} {check.name:<11} {words[check.ok]:<7} {check.found}")
+    describe_failed(reports, say)
+
+
+def describe_failed(reports: Mapping[str, Sequence[Check]], say: Callable[[str], None]) -> None:
+    """Print each failed check with its node and its fix."""
     bad = {node: [check for check in checks if check.ok is False] for node, checks in reports.items()}
     for node, checks in bad.items():
         for check in checks:

@@ -38,6 +38,11 @@ class Stage:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def resumes(self) -> bool:
+        """True if the stage goes on where it was interrupted. Preflight measures anew."""
+        return self.trains or not self.on_gpus
+
     def command(self, placed: Placement, spec_file: str = SPEC_FILE) -> list[str]:
         """Return the arguments that run this stage in one pod or on one node."""
         return self.verb(placed, [spec_file, *placed.overrides])

@@ -38,7 +38,8 @@ _HIDDEN = {"Standard_ND96isr_H100_v5": _ND_V5, "Standard_ND96isr_H200_v5": _ND_V
 
 def topology_file(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> str | None:
     """Return the contents of NCCL's topology file, or None for a machine that shows its own topology."""
-    if cluster.cloud != "aks" or fabric != "infiniband" or instance is None or instance.name not in _HIDDEN:
+    hides = cluster.cloud_facts.hides_topology
+    if not hides or fabric != "infiniband" or instance is None or instance.name not in _HIDDEN:
         return None
     return _xml(_HIDDEN[instance.name])
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from argosy.config.counts import FLOPS_CONVENTION, count_parameters, training_flops_per_token
+from argosy.config.counts import FLOPS_CONVENTION, count_parameters
 from argosy.config.layout import check_world
 from argosy.config.schema import RunSpec
 from argosy.console.formats import digits
@@ -32,7 +32,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.precision import choose_precision, slow_precision
 from argosy.plan.hardware import Peak
-from argosy.tasks.task_registry import task_of
+from argosy.tasks.task_registry import run_flops_per_token
 from argosy.train.device import Memory, measure_memory, peak_of, prepare_device, require_memory
 from argosy.train.kernel_profile import StepProfile, kind_of, profile_step
 from argosy.train.optimizer import Optimizer
@@ -186,7 +186,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         precision=precision,
         steps_ms=[ms for _, ms in clock.intervals_ms()],
         tokens=batch.read_tokens,
-        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, task_of(spec).target_len(spec)),
+        flops_per_token=run_flops_per_token(spec),
         peak=peak_of(device),
         memory=measure_memory(engine.model, optimizer, device, accumulated=accumulated),
         profile=profile_step(step, device, trace),

@@ -90,15 +90,21 @@ def _first_value(name: str, shapes: Mapping[str, torch.Size], spec: ModelSpec, s
     return value if drawn == name else row_norms(value)
 
 
+def _constant(name: str, spec: ModelSpec) -> float | None:
+    """Return the one number that a parameter starts with, None if its numbers are drawn. A parameter of the model itself has no module."""
+    module, _, last = name.rpartition(".")
+    if last in ("bias", "lora_b"):
+        return 0.0
+    return spec.norm_start if module.endswith("norm") else None
+
+
 def fill_like_initial(name: str, part: Tensor, spec: ModelSpec) -> None:
     """Fill a part of a parameter with numbers like its initial ones, drawn on its own device.
 
     Unlike `initial_value` they depend on the layout: for measurements, where drawing whole matrices on the host takes minutes.
     """
-    if name.endswith((".bias", ".lora_b")):
-        part.zero_()
-    elif name.split(".")[-2].endswith("norm"):
-        part.fill_(spec.norm_start)
+    if (constant := _constant(name, spec)) is not None:
+        part.fill_(constant)
     elif weight_of_magnitude(name) is not None:
         part.fill_(1.0)
     else:
@@ -110,10 +116,8 @@ def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> T
 
     The magnitudes of DoRA are no draw: they are the norms of a weight's rows.
     """
-    if name.endswith((".bias", ".lora_b")):
-        return torch.zeros(shape)
-    if name.split(".")[-2].endswith("norm"):
-        return torch.full(shape, spec.norm_start)
+    if (constant := _constant(name, spec)) is not None:
+        return torch.full(shape, constant)
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     value = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
     if name.endswith(".lora_a"):

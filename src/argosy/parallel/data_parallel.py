@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.kv_cache import KeyValueCache
-from argosy.model.objective import Loss, Objective
+from argosy.model.objective import Objective
 from argosy.parallel.cp import input_cut
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_copies
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import GradientSums
 from argosy.parallel.shards import norm_of
-from argosy.parallel.single import Inputs, MicroBatches
+from argosy.parallel.single import MicroBatches
 from argosy.parallel.tensor.apply import partial_parameters
 from argosy.parallel.text_passes import TextInputs, required
-from argosy.parallel.trace_ranges import BACKWARD, FORWARD, LEFT_OVER, traced
+from argosy.parallel.trace_ranges import LEFT_OVER, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
@@ -55,7 +55,7 @@ class DataParallel:
             batch,
             step,
             self._reduction.objective(totals, loss_scale),
-            run=self._forward_backward_micro,
+            run=self._micro_batches.forward_backward_micro,
             first_micro=self._data_rank * len(self._micro_batches.firsts(batch)),
             before=self._before_pass,
         )
@@ -68,14 +68,6 @@ class DataParallel:
         reduce_copies(self.model, last=last, exact=self._exact)
         if last:
             self._reduction.arm()
-
-    def _forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:
-        """Add the gradients of one micro-batch to the parameters."""
-        with traced(FORWARD):
-            loss = self._micro_batches.forward(inputs, objective)
-        with traced(BACKWARD):
-            loss.total.backward()
-        return loss
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:

@@ -24,6 +24,7 @@ from argosy.model.objective import Loss, Objective
 from argosy.parallel.cuda_graphs import CudaGraphs
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.shards import norm_of
+from argosy.parallel.trace_ranges import BACKWARD, FORWARD, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
@@ -173,8 +174,10 @@ class MicroBatches:
 
     def forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:
         """Add the gradients of one micro-batch to the parameters."""
-        loss = self.forward(inputs, objective)
-        loss.total.backward()
+        with traced(FORWARD):
+            loss = self.forward(inputs, objective)
+        with traced(BACKWARD):
+            loss.total.backward()
         return loss
 
     def forward(self, inputs: Inputs, objective: Objective) -> Loss:

@@ -1,7 +1,7 @@
-"""Names of the ranges that the engines of several ranks mark in a trace of torch's profiler.
+"""Names of the ranges that the engines mark in a trace of torch's profiler.
 
 A collective belongs to the pass in whose range the host launches it. Collectives of gradients that are launched after the last
-backward pass are in the range `LEFT_OVER`: nothing computes beside them. The engine of one device marks no ranges.
+backward pass are in the range `LEFT_OVER`: nothing computes beside them.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
         mlp_width=(1 - share) * model.ffn * decoder.mean(1, targets)
         + share * (0 if moe is None else moe.shared_experts * moe.ffn),
         expert_width=0.0 if moe is None else share * moe.top_k * moe.ffn,
-        predicted=(targets or 1.0) * (1 + next_tokens),
+        predicted=(targets or kind.predicted) * (1 + next_tokens),
         decoder=decoder,
     )
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -68,13 +70,23 @@ class Heartbeat:
             "rank": self._rank, "host": os.uname().nodename, "pid": os.getpid(), "attempt": self._attempt,
             "collective": None,
         }  # fmt: skip
-        arguments = [str(self._fd), str(directory / f"{self._rank}.json"), str(interval), orjson.dumps(facts).decode()]
-        arguments += [] if stalls is None else [str(part) for part in stalls]
         try:
             directory.mkdir(exist_ok=True)
-            self._writer = subprocess.Popen(
-                [sys.executable, "-I", "-S", pulse.__file__, *arguments], stdin=subprocess.PIPE, pass_fds=(self._fd,)
-            )
+            # The writer has the directory by its descriptor, so it cannot write into the directory of a later start.
+            place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                arguments = [
+                    str(self._fd),
+                    str(place),
+                    f"{self._rank}.json",
+                    str(interval),
+                    orjson.dumps(facts).decode(),
+                ]
+                arguments += [] if stalls is None else [str(part) for part in stalls]
+                command = [sys.executable, "-I", "-S", pulse.__file__, *arguments]
+                self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self._fd, place))
+            finally:
+                os.close(place)
         except OSError as error:
             _log.warning("no heartbeat is written: %s", error)
 
@@ -194,6 +206,12 @@ def _record(path: str) -> dict[str, Any]:
 
 
 def clear_heartbeats(directory: Path) -> None:
-    """Delete the heartbeats of an earlier start, which may have had more ranks."""
-    for file in (*directory.glob("*.json"), *directory.glob(".*.json.*")):
-        file.unlink(missing_ok=True)
+    """Remove the heartbeats of earlier starts, which may have had more ranks, with their directory.
+
+    A writer of an earlier start that was paused, and goes on now, still has that directory and writes nothing into the next one.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(directory.with_name(f".{directory.name}-{uuid.uuid4().hex}"))
+    for earlier in directory.parent.glob(f".{directory.name}-*"):
+        # A file that such a writer adds meanwhile keeps the directory until the next start.
+        shutil.rmtree(earlier, ignore_errors=True)

@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 PHASES = (
@@ -98,14 +99,14 @@ def _beat(progress: RankProgress, facts: dict[str, Any], beat: int, trainer: int
     }
 
 
-def _write(path: str, record: dict[str, Any]) -> None:
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
+def _write(directory: int, name: str, record: dict[str, Any]) -> None:
+    temporary = f".{name}.{os.getpid()}"
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", opener=partial(os.open, mode=0o666, dir_fd=directory)) as file:
             json.dump(record, file)
-        os.replace(temporary, path)
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
     except OSError:
-        # The disk may be full or gone. The next heartbeat tries again.
+        # The disk may be full or gone: the next heartbeat tries again. Or the directory is gone, because the run was started again.
         pass
 
 
@@ -116,7 +117,7 @@ class Stalls:
     took before. Where that is not known, as while the rank loads or compiles, the limit is three times `after_s`.
     """
 
-    def __init__(self, events: str, heartbeats: str, after_s: float) -> None:
+    def __init__(self, events: str, heartbeats: int, after_s: float) -> None:
         self._events, self._heartbeats, self._after_s = events, heartbeats, after_s
         self._alerted = -1
 
@@ -146,7 +147,7 @@ class Stalls:
         for name in os.listdir(self._heartbeats):
             try:
                 if name.endswith(".json") and not name.startswith("."):
-                    with open(os.path.join(self._heartbeats, name)) as file:
+                    with open(name, opener=partial(os.open, dir_fd=self._heartbeats)) as file:
                         beats.append(json.load(file))
             except (OSError, ValueError):
                 continue
@@ -158,9 +159,11 @@ class Stalls:
 
 
 def main() -> None:
-    """Write heartbeats until standard input, which the rank holds open, ends. Arguments: FD PATH INTERVAL FACTS [EVENTS SECONDS]."""
-    fd, path, interval, facts = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4])
-    stalls = Stalls(sys.argv[5], os.path.dirname(path), float(sys.argv[6])) if len(sys.argv) > 5 else None
+    """Write heartbeats until standard input, which the rank holds open, ends. Arguments: PAGE_FD DIRECTORY_FD
+    NAME INTERVAL FACTS [EVENTS SECONDS]."""
+    fd, directory, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    interval, facts = float(sys.argv[4]), json.loads(sys.argv[5])
+    stalls = Stalls(sys.argv[6], directory, float(sys.argv[7])) if len(sys.argv) > 6 else None
     # These signals are for the trainer, which may still have a checkpoint to save.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -171,7 +174,7 @@ def main() -> None:
         ended = bool(select.select([0], [], [], interval if beat > 1 else 0)[0]) or os.getppid() != trainer
         progress = page.read()
         if progress is not None:
-            _write(path, _beat(progress, facts, beat, trainer) | {"alive": not ended})
+            _write(directory, name, _beat(progress, facts, beat, trainer) | {"alive": not ended})
             if stalls is not None and not ended:
                 stalls.look(progress)
 

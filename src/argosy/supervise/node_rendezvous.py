@@ -19,6 +19,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -28,7 +29,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from argosy.supervise.world import Nodes
 
@@ -44,16 +44,15 @@ class PlaceTakenError(RendezvousError):
 def open_store(nodes: Nodes, timeout_s: float) -> Store:
     """Return the store that node 0 hosts. A single node picks a free port."""
     try:
-        return TCPStore(
-            _address(nodes),
-            0 if nodes.count == 1 else nodes.port,
-            is_master=nodes.index == 0,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=timeout_s),
+        return _tcp_store(
+            nodes, 0 if nodes.count == 1 else nodes.port, multi_tenant=True, timeout=timedelta(seconds=timeout_s)
         )
     except (DistError, ValueError, RuntimeError, TimeoutError) as error:
         raise RendezvousConnectionError(str(error)) from error
+
+
+def _tcp_store(nodes: Nodes, port: int, **options: Any) -> TCPStore:
+    return TCPStore(_address(nodes), port, is_master=nodes.index == 0, wait_for_workers=False, **options)
 
 
 def _address(nodes: Nodes) -> str:
@@ -82,6 +81,8 @@ class NodeRendezvous(RendezvousHandler):
         # The round that this node has joined. The first is 1.
         self._round = 0
         self._looked, self._newest = float("-inf"), 0
+        # The store of this round's ranks, on node 0.
+        self._ranks: TCPStore | None = None
         self._place, self._name = f"place-{nodes.index}", place.name
         if place.taken:
             # Another agent may have it by now.
@@ -99,6 +100,11 @@ class NodeRendezvous(RendezvousHandler):
 
     def get_run_id(self) -> str:
         return "argosy"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: the ranks connect to a store of node 0's agent. A store of rank 0 would need a port that is still free when it starts."""
+        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and wait until all nodes have.
@@ -125,7 +131,9 @@ class NodeRendezvous(RendezvousHandler):
         self._looked, self._newest = time.monotonic(), self._round
         store = PrefixStore(f"{self._round}", self._store)
         if self._nodes.index == 0:
-            store.set(_PORT, str(get_free_port()))
+            # The ranks of every round get a new store: in an old one they would find keys of the round before.
+            self._ranks = _tcp_store(self._nodes, 0)
+            store.set(_PORT, str(self._ranks.port))
         # The port is node 0's; the address that by which this node has found node 0, which may know itself by another.
         info = RendezvousStoreInfo(_address(self._nodes), int(store.get(_PORT)))
         return RendezvousInfo(store, self._nodes.index, self._nodes.count, info)

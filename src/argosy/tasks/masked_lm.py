@@ -9,7 +9,7 @@ from pydantic import Field
 
 from argosy.config.model import Section
 from argosy.config.units import NotBool, Positive
-from argosy.families.architecture import ENCODER
+from argosy.families.architecture import ENCODER, PREDICTED_SHARE
 from argosy.tasks.document_task import DocumentTask, document_seed, ends_in_eod
 from argosy.tasks.task import Opened, Run, SpecialToken
 
@@ -23,7 +23,7 @@ class BertSpec(Section):
     """Masked language modelling: the samples of an encoder. The defaults are BERT's."""
 
     mask_rate: Annotated[float, Field(gt=0, le=1), NotBool] = Field(
-        0.15, description="share of the text's tokens to predict"
+        PREDICTED_SHARE, description="share of the text's tokens to predict"
     )
     max_ngram: Positive = Field(1, description="most consecutive tokens that are masked together")
     short_seq_prob: Annotated[float, Field(ge=0, le=1), NotBool] = Field(
@@ -61,6 +61,9 @@ class MaskedLMTask(DocumentTask[BertSpec]):
         )
         seed = document_seed(opened, part, number)
         return BertSamples(corpus, part, how, seed, ends_in_eod=ends_in_eod(opened, corpus))
+
+    def predicted_share(self, run: Run) -> float | None:
+        return self.settings(run).mask_rate
 
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
         import numpy as np

@@ -117,6 +117,10 @@ class Task(Generic[S]):
         """Return the number of decoder tokens per sample for an encoder-decoder, else None."""
         return None
 
+    def predicted_share(self, run: Run) -> float | None:
+        """Return the share of the tokens that the output head runs on, None for that of the architecture."""
+        return None
+
     def stream(
         self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
     ) -> Stream:

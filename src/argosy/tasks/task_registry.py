@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from argosy.config.counts import training_flops_per_token
 from argosy.config.model import ModelSpec, Section
 from argosy.errors import ArgosyError
 from argosy.families.architecture import Architecture, architecture_of
@@ -89,6 +90,12 @@ def own_task(model: ModelSpec) -> Task[Any]:
 def masks_vary(run: Run) -> bool:
     """Return whether the attention mask depends on the batch."""
     return bool(run.data.document_mask) or bool(task_of(run).mask_inputs)
+
+
+def run_flops_per_token(run: Run) -> float:
+    """Return the training FLOPs per token of a run, with the lengths and shares that the settings of its task give."""
+    task = task_of(run)
+    return training_flops_per_token(run.model, run.data.seq_len, task.target_len(run), task.predicted_share(run))
 
 
 def task_of(run: Run) -> Task[Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from argosy.checkpoint.source import Source, starting_weights
-from argosy.config.counts import training_flops_per_token
 from argosy.config.layout import describe_layout
 from argosy.console.output import say
 from argosy.console.training_lines import Console, open_console, stopped_line
@@ -22,7 +21,7 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
-from argosy.tasks.task_registry import task_of
+from argosy.tasks.task_registry import run_flops_per_token, task_of
 from argosy.train.closing import closing_lines, nothing_left
 from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
@@ -391,7 +390,7 @@ def _telemetry(trainer: Trainer, first: int, rewound: bool) -> Telemetry:
     meter = Meter(
         steps=session.steps,
         samples=session.batches.samples(session.steps),
-        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, session.data.target_len),
+        flops_per_token=run_flops_per_token(spec),
         peak=peak_of(session.device),
         devices=session.mesh.world_size,
     )

@@ -16,15 +16,15 @@ at its end, its rate jumps back up. `schedule_notes` tells the user.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from argosy.config.batches import Batches
 from argosy.config.lr_phases import LrPhases, lr_phases
+from argosy.config.lr_schedules import SHAPES, STABLE, LrSchedule
 from argosy.config.schema import OptimSpec, RunSpec
 from argosy.config.units import LENGTH_KEYS
 
-_FALLING = ("cosine", "linear", "wsd")
 _KEYS = ("optim.", *LENGTH_KEYS, "train.batch_rampup")
 # The relative difference up to which two rates count as the same.
 _SAME = 1e-9
@@ -34,9 +34,9 @@ _SAME = 1e-9
 class Schedule:
     """A learning-rate schedule: the rate of any step."""
 
-    kind: str
-    # The shape of the decay: linear, cosine, sqrt or exponential.
-    shape: str
+    kind: LrSchedule
+    # The remaining fraction of the decay, by the share that is done. None: the rate does not decay to an end.
+    left: Callable[[float], float] | None
     peak: float
     final: float
     # The rate of the first step. None: that of one step of the warm-up.
@@ -53,32 +53,25 @@ class Schedule:
             if self.first is None:
                 return self.peak * (self.batches.samples(step + 1) / phases.rise_end)
             return self.first + (self.peak - self.first) * (done / phases.rise_end)
-        if self.kind == "constant":
+        if not self.kind.falls:
             return self.peak
         if done > phases.fall_end:
             return self.final
         start = phases.fall_start
-        if self.kind == "inverse_sqrt":
+        if self.left is None:
             return max(self.final, self.peak * math.sqrt(start / max(start, done)))
         share = (max(start, done) - start) / ((phases.fall_end - start) or 1)
-        return self.final + (self.peak - self.final) * _left(self.shape, share)
-
-
-def _left(shape: str, share: float) -> float:
-    """Return the remaining fraction of the decay from peak to final rate: from 1 to 0 as `share` goes from 0 to 1."""
-    if shape == "cosine":
-        return (1 + math.cos(math.pi * share)) / 2
-    if shape == "exponential":
-        return 2 * math.pow(0.5, share) - 1
-    return 1 - (math.sqrt(share) if shape == "sqrt" else share)
+        return self.final + (self.peak - self.final) * self.left(share)
 
 
 def make_schedule(spec: RunSpec, *, steps: int, epoch_samples: int) -> Schedule:
     optim, phases = spec.optim, lr_phases(spec, steps=steps, epoch_samples=epoch_samples)
     if phases is None:
         raise AssertionError("checked when the spec was resolved: no phase is a time")
-    shape = optim.decay_shape or "linear" if optim.schedule == "wsd" else optim.schedule
-    return Schedule(optim.schedule, shape, optim.lr, optim.min_lr, optim.warmup_init, phases, spec.train.batches, steps)
+    kind = optim.lr_schedule
+    shape = optim.decay_shape or kind.shape
+    left = None if shape is None else SHAPES[shape]
+    return Schedule(kind, left, optim.lr, optim.min_lr, optim.warmup_init, phases, spec.train.batches, steps)
 
 
 def schedule_notes(before: Schedule, after: Schedule, optim: OptimSpec, step: int, changes: Iterable[str]) -> list[str]:
@@ -94,7 +87,7 @@ def schedule_notes(before: Schedule, after: Schedule, optim: OptimSpec, step: in
         ]
     why = "; ".join(change for change in changes if change.startswith(_KEYS))
     text = f"warning: the learning rate {'rises' if now > was else 'falls'} from {was:.3g} to {now:.3g} at step {step + 1} ({why})"
-    if before.steps == after.steps or optim.schedule not in _FALLING:
+    if before.steps == after.steps or after.left is None:
         return [text]
     return [
         f"{text}: {optim.schedule} falls over the whole length, which was {before.steps} steps and is {after.steps}. {_advice(optim, was)}"
@@ -103,11 +96,11 @@ def schedule_notes(before: Schedule, after: Schedule, optim: OptimSpec, step: in
 
 def _advice(optim: OptimSpec, was: float) -> str:
     constant = f"optim.schedule=constant optim.lr={was:.3g} goes on at the rate it had"
-    if optim.schedule == "wsd":
+    if optim.lr_schedule.is_stable:
         return f"A checkpoint from before the fall goes on without a jump; or {constant}"
     return (
         f"{constant}; name=… init_from=… with optim.warmup begins a new run from these weights; a run whose length is not settled is "
-        "better begun with optim.schedule=wsd optim.decay=…, which can be lengthened before its fall without a jump"
+        f"better begun with optim.schedule={STABLE} optim.decay=…, which can be lengthened before its fall without a jump"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.foundry_icl import take_over_icl
 from argosy.config.foreign.validation import take_over_validation
+from argosy.config.lr_schedules import LR_SCHEDULES, schedule_elsewhere
 from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
@@ -294,18 +295,17 @@ def _schedule(draft: Draft, flat: Leaves) -> None:
     Composer's learning rate starts at 0, reaches the peak after the warmup, and reaches its final value after `t_max` (default: the
     length of the run). The last step of a run is therefore one step before the final value.
     """
-    schedules = {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant",
-                 "inv_sqrt_with_warmup": "inverse_sqrt"}  # fmt: skip
     schedule = str(flat.get("scheduler.name", "cosine_with_warmup"))
-    draft.set("optim.schedule", schedules.get(schedule, "cosine"))
-    if schedule not in schedules:
+    known = schedule_elsewhere("foundry", schedule)
+    draft.set("optim.schedule", known or "cosine")
+    if known is None:
         draft.left.append(f"scheduler.name: {schedule}: replaced by cosine")
     if draft.get("optim.lr"):
         draft.set("optim.min_lr", flat.get("scheduler.alpha_f", 0.0) * draft.get("optim.lr"))
     if (warmup := _time(draft, flat, "scheduler.t_warmup", "0ba")) is not None and not re.match(r"0[a-z]", warmup):
         draft.set("optim.warmup", warmup)
         draft.set("optim.warmup_init", 0.0)
-    if draft.get("optim.schedule") not in ("cosine", "linear"):
+    if LR_SCHEDULES[known or "cosine"].shape is None:
         if "scheduler.t_max" in flat:
             draft.left.append(f"scheduler.t_max: {flat['scheduler.t_max']}: {schedule} has no end here")
     elif (end := _time(draft, flat, "scheduler.t_max", "1dur")) is not None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from argosy.config.batches import Batches
 from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.megatron_words import Arguments, first_word, number, read_value
+from argosy.config.lr_schedules import LR_SCHEDULES, schedule_elsewhere
 
 SCHEDULE_ARGUMENTS = (
     "train-iters", "train-samples", "rampup-batch-size", "lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-decay-samples", "lr-warmup-iters",
     "lr-warmup-samples", "lr-warmup-fraction", "lr-warmup-init", "lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples",
     "weight-decay", "start-weight-decay", "end-weight-decay", "weight-decay-incr-style",
 )  # fmt: skip
-_KINDS = {"cosine": "cosine", "linear": "linear", "constant": "constant", "inverse-square-root": "inverse_sqrt", "WSD": "wsd"}  # fmt: skip
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt", "exponential": "exponential"}
 _SUFFIX = {"iters": "ba", "samples": "sp"}
 
@@ -34,13 +34,14 @@ def describe_schedule(draft: Draft, given: Arguments) -> None:
     _length(draft, given, batches)
     _weight_decay(draft, given)
     style = first_word(given, "lr-decay-style", "linear")
-    kind = _KINDS.get(style, "cosine")
+    known = schedule_elsewhere("megatron", style)
+    kind = known or "cosine"
     draft.set("optim.schedule", kind)
-    if style not in _KINDS:
+    if known is None:
         draft.left.append(f"--lr-decay-style {style}: replaced by cosine")
     length = given.get(f"lr-decay-{unit}") or given.get(f"train-{unit}")
     end = None if length is None else read_value(f"lr-decay-{unit}", length, int)
-    if kind != "constant" and end is not None:
+    if LR_SCHEDULES[kind].falls and end is not None:
         draft.set("optim.decay_end", f"{end}{_SUFFIX[unit]}")
     elif f"lr-decay-{unit}" in given:
         draft.notes.append(f"--lr-decay-{unit}: a constant learning rate has no end")
@@ -112,7 +113,7 @@ def _warmup(draft: Draft, given: Arguments, unit: str, end: int | None) -> None:
         warmup, suffix = fraction * (end * batch if unit == "iters" else end), "sp"
         if unit == "iters" and warmup % batch == 0:
             warmup, suffix = warmup / batch, "ba"
-    elif warmup == 0 and draft.get("optim.schedule") == "inverse_sqrt" and lr is not None:
+    elif warmup == 0 and LR_SCHEDULES[draft.get("optim.schedule")].by_root and lr is not None:
         # Megatron then counts from the first sample, not from the first step.
         warmup, suffix, start = 1, "sp", lr
     if warmup:
@@ -124,7 +125,7 @@ def _warmup(draft: Draft, given: Arguments, unit: str, end: int | None) -> None:
 
 def _wsd(draft: Draft, given: Arguments, unit: str) -> None:
     shape = first_word(given, "lr-wsd-decay-style", "exponential")
-    if draft.get("optim.schedule") != "wsd":
+    if not LR_SCHEDULES[draft.get("optim.schedule")].is_stable:
         read_by_wsd = [name for name in given if name.startswith("lr-wsd-")]
         draft.notes.extend(f"--{name}: Megatron reads it with --lr-decay-style WSD" for name in read_by_wsd)
         return

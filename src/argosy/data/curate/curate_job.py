@@ -39,8 +39,9 @@ from argosy.data.curate.duplicate_search import Duplicates, JobParts, SearchTask
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
 from argosy.data.prepare.part_runner import PartRunner
-from argosy.data.prepare.parts import PartName, cannot_write
+from argosy.data.prepare.parts import PartName
 from argosy.data.prepare.piece_queue import PieceQueue
+from argosy.data.prepare.resuming import cannot_write, resumed
 from argosy.data.prepare.workers import Task
 from argosy.data.text.inputs import require_no_texts
 from argosy.errors import ArgosyError
@@ -54,6 +55,10 @@ def curate(pipeline: Pipeline, sharing: CurateSharing) -> CurationReport | None:
         The report of the whole job. None on a file system without locks if the work of other machines is missing. Then the same
         command has to be run once more when the others have ended.
     """
+    return resumed(lambda: _curate(pipeline, sharing))
+
+
+def _curate(pipeline: Pipeline, sharing: CurateSharing) -> CurationReport | None:
     job = CurateJob(CurateWork(pipeline, sharing))
     # A late machine starts no workers.
     if job.is_finished():

@@ -29,7 +29,8 @@ from argosy.data.curate.document_marks import ComparingStep, Marks, joined_marks
 from argosy.data.curate.duplicate_search import write_marks
 from argosy.data.curate.text_batch import TextBatch
 from argosy.data.prepare.documents import Encoder, encode_documents
-from argosy.data.prepare.parts import PartName, cannot_write
+from argosy.data.prepare.parts import PartName
+from argosy.data.prepare.resuming import cannot_write
 from argosy.data.text.blocks import Piece
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile

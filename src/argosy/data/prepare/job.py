@@ -31,7 +31,8 @@ from argosy.data.prepare.claim import OutputClaim
 from argosy.data.prepare.finish import finish, read_manifests
 from argosy.data.prepare.join import Joiner, shard_facts_path
 from argosy.data.prepare.part_runner import PartRunner
-from argosy.data.prepare.parts import PartName, cannot_write, read_facts
+from argosy.data.prepare.parts import PartName, read_facts
+from argosy.data.prepare.resuming import cannot_write, resumed
 from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
 from argosy.data.prepare.workers import Task
 from argosy.data.text.input_files import fingerprint_now, require_same
@@ -67,6 +68,15 @@ def prepare_files(
     arrivals: Arrivals | None = None,
 ) -> dict[Path, Manifest] | None:
     """Prepare listed files, which may still be arriving. The corpus is the same as that of `prepare`."""
+    if arrivals is not None:
+        # Files that have arrived may be deleted already, so only a new command goes on.
+        return _prepare_files(files, tokenizer, output, options, arrivals)
+    return resumed(lambda: _prepare_files(files, tokenizer, output, options, None))
+
+
+def _prepare_files(
+    files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions, arrivals: Arrivals | None
+) -> dict[Path, Manifest] | None:
     job = PrepareJob(Work(files, tokenizer, output, options), arrivals)
     # A late machine starts neither workers nor downloads.
     if job.is_finished():

@@ -24,13 +24,14 @@ import orjson
 from argosy.data.chat.chat_template import ChatFormat
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for
 from argosy.data.prepare.documents import Documents, Encoder, Parse, TextDocuments
+from argosy.data.prepare.resuming import cannot_write
 from argosy.data.text.blocks import Blocks, Piece
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.readers import read_block
 from argosy.data.text.records import BadRecord
 from argosy.errors import ArgosyError
-from argosy.files import replace_file, write_fix
+from argosy.files import replace_file
 
 
 @dataclass(frozen=True, order=True)
@@ -101,17 +102,6 @@ class PartOptions:
         return TextDocuments(
             encoder.encode, encoder.eod, keys=self.keys, block_bytes=self.block_bytes, text_lines=self.text_lines
         )
-
-
-def cannot_write(output: Path, error: OSError) -> ArgosyError:
-    """Return a `data.write-failed` error."""
-    return ArgosyError(
-        "data.write-failed",
-        f"{output}: {error.strerror or error}",
-        key="--output",
-        value=str(output),
-        fix=write_fix(error, "free some space or choose another --output, then run it again: finished parts are kept"),
-    )
 
 
 class PartMaker:

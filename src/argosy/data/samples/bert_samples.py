@@ -27,6 +27,7 @@ from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.order import Indices
 from argosy.data.samples.windows import Batch, check_ids
 from argosy.errors import ArgosyError
+from argosy.families.architecture import PREDICTED_SHARE
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -81,7 +82,7 @@ class MaskedLM:
     pad: int
     pair: Literal["nsp", "sop", "none"] = "nsp"
     # The share of the text's tokens to predict.
-    mask_rate: float = 0.15
+    mask_rate: float = PREDICTED_SHARE
     # The most tokens masked together. A run of n has a weight of 1 / n.
     max_ngram: int = 1
     short_seq_prob: float = 0.1

@@ -67,7 +67,7 @@ def _resumes(cluster: ClusterSpec) -> bool:
 
 
 def _check_hyperpod(cluster: ClusterSpec) -> None:
-    if cluster.cloud != "hyperpod":
+    if not cluster.cloud_facts.auto_resume:
         raise ArgosyError(
             "config.conflict",
             f"the target hyperpod needs SageMaker HyperPod's operator, and the cloud is {cluster.cloud}",

@@ -1,7 +1,7 @@
 """Slurm: a batch script for each stage, and one that submits them as a chain.
 
 One task per node starts the ranks of that node. Before the time limit, or on preemption, Slurm signals the script; the run saves and
-the script requeues the job. Ranks get the same environment variables as in a pod.
+the script requeues the job. Data stages are requeued in the same way. Ranks get the same environment variables as in a pod.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from argosy.launch.target import Launched, LaunchOptions, RunStatus, State, Targ
 SUBMIT = "submit.sh"
 _SPEC = "$ARGOSY_SPEC"
 _MARK = "@spec@"
+# Starts of a data task that waits for the shares of others. Slurm holds a requeued job for two minutes, so these take over three hours.
+_DATA_RESTARTS = 100
 
 
 class SlurmTarget(Target):
@@ -115,9 +117,7 @@ def _script(placed: Placement, stage: Stage) -> str:
     if stage.on_gpus:
         lines += ['scratch="${TMPDIR:-/tmp}/argosy-$SLURM_JOB_ID"', *_LOCAL_CACHES, ""]
     words = " ".join(_quoted(word) for word in stage.command(placed, _MARK))
-    if not stage.on_gpus:
-        return "\n".join([*lines, f"exec {_srun(placed, variables)} argosy {words}", ""])
-    return "\n".join([*lines, *_training(placed, f"{_srun(placed, variables)} argosy {words}", stage), ""])
+    return "\n".join([*lines, *_step(placed, f"{_srun(placed, variables)} argosy {words}", stage), ""])
 
 
 _LOCAL_CACHES = [
@@ -132,6 +132,8 @@ def _options(placed: Placement, stage: Stage) -> list[str]:
     options += [f"--{option}={value}" for option, value in named.items() if value is not None]
     if cluster.storage is not None:
         options.append(f"--chdir={cluster.storage.mount}")
+    if stage.resumes:
+        options += ["--requeue", f"--signal=B:TERM@{int(cluster.grace.amount)}"]
     if not stage.on_gpus:
         workers = cluster.data
         return [*options, f"--array=0-{workers.count - 1}", "--ntasks=1", f"--cpus-per-task={workers.cpus}",
@@ -141,8 +143,6 @@ def _options(placed: Placement, stage: Stage) -> list[str]:
         options += [f"--gpus-per-node={placed.gpus}", "--exclusive", "--mem=0"]
     elif placed.cpus:
         options.append(f"--cpus-per-task={placed.cpus}")
-    if stage.trains:
-        options += ["--requeue", f"--signal=B:TERM@{int(cluster.grace.amount)}"]
     return [*options, *slurm.options]
 
 
@@ -163,17 +163,20 @@ def _srun(placed: Placement, variables: dict[str, str]) -> str:
             f"--container-mounts={','.join([*mounts, *slurm.mounts, _quoted(_MARK) + ':' + _quoted(_MARK)])}",
             f"--container-env={','.join(passed)}",
         ]
-    if placed.cluster.cloud == "hyperpod":
+    if placed.cluster.cloud_facts.auto_resume:
         words.append('"${auto_resume[@]}"')
     return " ".join(words)
 
 
-def _training(placed: Placement, step: str, stage: Stage) -> list[str]:
+def _step(placed: Placement, step: str, stage: Stage) -> list[str]:
+    """Return the lines that run the stage's command, and queue the job again unless it is done, refused or out of restarts."""
     lines = []
-    if placed.cluster.cloud == "hyperpod":
+    if placed.cluster.cloud_facts.auto_resume:
         lines += ["auto_resume=()", "if [ -d /opt/sagemaker_cluster ]; then auto_resume=(--auto-resume=1); fi"]
-    if not stage.trains:
+    if not stage.resumes:
         return [*lines, f"exec {step}"]
+    # Training goes on however often it was interrupted. A data task may wait for the share of one that was refused.
+    again = "" if stage.trains else f' && [ "$restarts" -lt {_DATA_RESTARTS} ]'
     return [
         *lines,
         f"{step} &",
@@ -187,7 +190,7 @@ def _training(placed: Placement, step: str, stage: Stage) -> list[str]:
         '  wait "$step" || code=$?',
         "done",
         'restarts="${SLURM_RESTART_COUNT:-0}"',
-        f'if [ "$code" -eq {EXIT_RESUMABLE} ] ||',
+        f'if {{ [ "$code" -eq {EXIT_RESUMABLE} ]{again}; }} ||',
         f'   {{ [ "$code" -ne 0 ] && [ "$code" -ne {EXIT_REFUSED} ] && [ "$restarts" -lt {placed.cluster.restarts} ]; }}; then',
         '  scontrol requeue "$SLURM_JOB_ID" && echo "exit code $code after $restarts restarts: back into the queue"',
         "fi",

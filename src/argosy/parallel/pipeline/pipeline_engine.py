@@ -8,7 +8,6 @@ the `Result` of the global batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from argosy.compat import allow_fsdp_views
 from argosy.config.schema import RunSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.kv_cache import KeyValueCache
@@ -67,8 +67,8 @@ class PipelineParallel:
         along = mesh.along("pp")
         if along is None:
             raise AssertionError("one rank is no pipeline")
-        # FSDP warns that a stream which passes a stage unchanged may be modified in place. The runtime only sends it on.
-        warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+        # A stream that passes a stage unchanged is a view of the message it came in. The runtime only sends it on.
+        allow_fsdp_views()
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
         stages, parallel = forms.stages, forms.parallel
