@@ -25,7 +25,7 @@ def count_layers(model: ModelSpec) -> int:
     return sum(architecture_of(model).stacks(model))
 
 
-def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:
+def rank_of_stage(schedule: str | None, ranks: int, stage: int) -> int:
     place = stage % ranks
     return ranks - 1 - place if schedule in V_SHAPED and stage >= ranks else place
 
