@@ -2,11 +2,12 @@
 
 A case is the name of a function and its arguments; it runs on the first n ranks of the pool, which join a new process group
 for it and leave it afterwards. The function returns what should be sent back. A case that hangs or kills a rank costs the
-pool, and the next case gets a new one.
+pool, and the next case gets a new one; where the ranks waited is told with the failure.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
+LATE_S = 150.0  # a rank that takes longer notes its stacks, before NCCL ends it for that
 
 
 class RankFailed(AssertionError):
@@ -31,6 +33,7 @@ class Pool:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stacks = tempfile.TemporaryDirectory()
 
     def run(self, n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)`, a function of an importable module, returns on each of n ranks."""
@@ -44,7 +47,7 @@ class Pool:
         if failures:
             self.close()  # the others may be waiting for the one that failed
             first = min(failures, key=lambda failure: "Connection closed by peer" in failure[1])
-            raise RankFailed(f"rank {first[0]} of {n}:\n{first[1]}")
+            raise RankFailed(f"rank {first[0]} of {n}:\n{first[1]}{self._waited(n)}")
         return [value for _, value in answers]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
@@ -54,6 +57,12 @@ class Pool:
         except EOFError:
             return False, "the process ended"
 
+    def _waited(self, n: int) -> str:
+        """Where ranks that were late were at that moment."""
+        files = [(rank, Path(self._stacks.name) / str(rank)) for rank in range(n)]
+        noted = [(rank, file.read_text()) for rank, file in files if file.exists()]
+        return "".join(f"\nrank {rank} after {LATE_S:.0f} s:\n{stacks}" for rank, stacks in noted if stacks)
+
     def _grow(self, ranks: int) -> None:
         """A process is started when a case first needs it: forked from one that has imported torch and computed nothing."""
         context = multiprocessing.get_context("forkserver")
@@ -62,7 +71,8 @@ class Pool:
         ])  # fmt: skip
         while len(self._processes) < ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self._processes)), daemon=True)
+            place = len(self._processes)
+            process = context.Process(target=_serve, args=(theirs, place, f"{self._stacks.name}/{place}"), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -77,7 +87,7 @@ class Pool:
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Connection, place: int) -> None:
+def _serve(pipe: Connection, place: int, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -94,6 +104,8 @@ def _serve(pipe: Connection, place: int) -> None:
         except (EOFError, OSError):
             return
         module, _, function = name.partition(":")
+        late = open(stacks, "w")  # noqa: SIM115 - until the case is over
+        faulthandler.dump_traceback_later(LATE_S, file=late)
         try:
             if n > 1:
                 found = dist.FileStore(store, n)
@@ -110,6 +122,8 @@ def _serve(pipe: Connection, place: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _forget_meshes(caches)
+            faulthandler.cancel_dump_traceback_later()
+            late.close()
 
 
 def gloo_threads() -> int:
