@@ -86,7 +86,8 @@ def _serve(pipe: Connection, place: int) -> None:
     torch.set_num_threads(1)
     claim(place)
     caches = _caches()
-    gc.freeze()  # as in conftest.py
+    freeze = gc.freeze
+    freeze()  # as in conftest.py
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     while True:
         try:
@@ -109,7 +110,9 @@ def _serve(pipe: Connection, place: int) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            caches += _caches()
             _forget_meshes(caches)
+            freeze()  # what the case imported: the compiler alone is half a million objects, which each case after it would walk
 
 
 def gloo_threads() -> int:
@@ -133,6 +136,6 @@ def _forget_meshes(caches: list[Any]) -> None:
 
         getattr(debug, "_clear_fast_path_sharding_prop_cache", lambda: None)()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
-    for cache in (*caches, *_caches()):
+    for cache in caches:
         cache.cache_clear()
     gc.collect()
