@@ -35,6 +35,8 @@ if not Path("/proc/driver/nvidia").exists():
 settings.register_profile("argosy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")
 
+MANY_MODULES = 50
+_frozen_modules = 0
 LEFT_OUT = not_available(platform.machine())
 collect_ignore = [file for file, _ in LEFT_OUT]
 
@@ -60,14 +62,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Training collects garbage before its first step: a third of a second for what the test modules have imported, and most tests
     train for less. What is here once tests are collected stays out of it. What a training would freeze is not: a model that was in
     a cycle by then would stay for good, with its process groups and their threads."""
-    gc.collect()
-    gc.freeze()
+    _freeze_imported()
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+
+
+def _freeze_imported(freeze: Callable[[], None] = gc.freeze) -> None:
+    global _frozen_modules
+    gc.collect()
+    freeze()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What a test draws does not depend on which tests ran before it in the same process."""
+    """What a test draws does not depend on which tests ran before it in the same process, and what they imported (the compiler, a
+    model of transformers) is no more walked than what was collected."""
+    if len(sys.modules) - _frozen_modules > MANY_MODULES:
+        _freeze_imported()
     random.seed(0)
     np.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:

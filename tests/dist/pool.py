@@ -96,7 +96,8 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
     torch.set_num_threads(1)
     claim(place)
     caches = _caches()
-    gc.freeze()  # as in conftest.py
+    freeze = gc.freeze
+    freeze()  # as in conftest.py
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     while True:
         try:
@@ -121,9 +122,11 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            caches += _caches()
             _forget_meshes(caches)
             faulthandler.cancel_dump_traceback_later()
             late.close()
+            freeze()  # what the case imported: the compiler alone is half a million objects, which each case after it would walk
 
 
 def gloo_threads() -> int:
@@ -147,6 +150,6 @@ def _forget_meshes(caches: list[Any]) -> None:
 
         getattr(debug, "_clear_fast_path_sharding_prop_cache", lambda: None)()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
-    for cache in (*caches, *_caches()):
+    for cache in caches:
         cache.cache_clear()
     gc.collect()

@@ -144,9 +144,11 @@ def reference(model: str, keys: str, steps: int) -> Trace:
 
 
 def sized(layout: str) -> str:
-    """With as few micro-batches, and layers where no stage needs one, as show what more would: a case's time is theirs."""
+    """With as few micro-batches, and layers where no stage needs one, as show what more would: a case's time is theirs.
+
+    Of 16 samples, each of two data-parallel ranks takes two micro-batches, and so does a rank that takes all. A pipeline needs more."""
     if "micro_batch=" not in layout:
-        layout += " micro_batch=4"
+        layout += " micro_batch=4" if "pp=" in layout or "dp_" in layout else " micro_batch=8"
     return layout if "pp=" in layout or "model.layers=" in layout else f"{layout} model.layers=2"
 
 
@@ -217,7 +219,7 @@ def test_between_micro_batches_a_rank_has_no_gradients_but_its_shards(pool: Pool
 def test_muon_orthogonalises_whole_matrices(pool: Pool, model: str, layout: str) -> None:
     """In bf16, so that the last bits of its gradients matter: the bounds are wider, and far below what shards would give; and only a
     few steps, before those bits send a token to another expert, as on some processors they do."""
-    expected = reference(model, sized("optim.name=muon"), steps=3)
+    expected = reference(model, sized("optim.name=muon micro_batch=4"), steps=3)
     for trace in run(pool, model, f"{layout} optim.name=muon", steps=3):
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=5e-5)
         for name, weight in expected.weights.items():
@@ -226,7 +228,7 @@ def test_muon_orthogonalises_whole_matrices(pool: Pool, model: str, layout: str)
 
 def test_shards_of_frozen_weights_have_the_training_precision(pool: Pool) -> None:
     """Adapters beside them have 32-bit master weights."""
-    expected = reference("lora", sized("train.precision=bf16"), steps=1)
+    expected = reference("lora", sized("train.precision=bf16 micro_batch=4"), steps=1)
     for trace in run(pool, "lora", "dp_shard=2 train.precision=bf16", steps=1):
         assert trace.losses == pytest.approx(expected.losses, rel=1e-6)
         for name, weight in trace.weights.items():

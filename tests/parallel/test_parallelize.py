@@ -151,7 +151,8 @@ from argosy.data.synthetic import synthetic_batch
 from argosy.measure.step_bench import start
 from argosy.train.device import prepare_device
 from argosy.train.step import take_step
-keys = ["model={family: llama, layers: 1, hidden: 8, heads: 1, vocab_size: 16}", "data.train=synthetic", "data.seq_len=4"]
+sizes = "layers: 1, hidden: 8, heads: 1, vocab_size: 16, max_seq_len: 4, dropout: 0.1"
+keys = ["model={family: gpt, " + sizes + "}", "data.train=synthetic", "data.seq_len=4"]
 spec = resolve(None, [*keys, "train.global_batch=1", "train.steps=1", "optim.lr=1e-3", "eval=off"]).spec
 take_step(*start(spec, prepare_device(spec.train)), synthetic_batch(spec), step=1, lr=1e-3)
 sys.exit("torch._dynamo" in sys.modules)

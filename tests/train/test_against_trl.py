@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers as T
-from datasets import Dataset
-from peft import PeftModel
 from torch import Tensor
 from torch.nn import functional as F
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from argosy.checkpoint.hf.hf_adapter import export_adapter
 from argosy.checkpoint.hf.hf_convert import entries, to_theirs
@@ -106,6 +103,9 @@ def gradients_of(model: Any, directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 def test_sft_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) -> None:
     """TRL pads each conversation; ours are packed, two and more in a row."""
+    from datasets import Dataset  # loaded here: with TRL and PEFT it takes every worker 2 s to collect
+    from trl import SFTConfig, SFTTrainer
+
     settings = SFTConfig(
         output_dir=str(tmp_path / "trl"), assistant_only_loss=True, max_length=SEQ, per_device_train_batch_size=COUNT, use_cpu=True,
         report_to=[], bf16=False, gradient_checkpointing=False,
@@ -147,6 +147,8 @@ def test_masks_are_those_of_trl(base: Base, tmp_path: Path, template: str) -> No
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_peft_loads_the_adapters_of_a_run_and_computes_its_gradients(base: Base, tmp_path: Path, dora: bool) -> None:
+    from peft import PeftModel
+
     corpus = prepared(base, tmp_path / "corpus", base.chats)
     run = resolve(
         None,
@@ -206,6 +208,9 @@ def require_gradients_of_peft(spec: ModelSpec, run: Path, theirs: Any, tokens: T
 
 def test_dpo_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) -> None:
     """The model has moved away from the reference, so that every pair has a loss of its own."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
     pairs = []
     for number in range(4):
         said, other = messages(number, 2), messages(number + 1, 2)

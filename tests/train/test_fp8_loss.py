@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "fp8_loss.py"))
-SMALL = ["model.layers=2", "model.hidden=64", "model.max_seq_len=64", "train.global_batch=8", "parallel.micro_batch=8"]
+SMALL = [
+    "model.layers=2",
+    "model.hidden=32",
+    "model.max_seq_len=32",
+    "train.global_batch=4",
+    "parallel.micro_batch=4",
+    "optim.lr=1e-2",
+]
 
 
 @pytest.mark.timeout(1800)

@@ -147,7 +147,14 @@ def test_a_resumed_run_is_bit_equal(write_spec: Write, tmp_path: Path, precision
     path = write_spec(optim={"name": "muon", "lr": 1e-2, "schedule": "constant"})
     for name, lengths in (("whole", [6]), ("cut", [3, 6])):
         for steps in lengths:
-            overrides = [f"name={name}", f"train.steps={steps}", f"train.precision={precision}"]
+            # A CPU without instructions for bf16 is slow at it: few tokens.
+            overrides = [
+                f"name={name}",
+                f"train.steps={steps}",
+                f"train.precision={precision}",
+                "data.seq_len=16",
+                "eval=off",
+            ]
             assert train(resolve(path, overrides), path, TrainOptions(quiet=True)) == 0
     whole, cut = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("whole", "cut"))
     assert [(r["loss"], r["grad_norm"]) for r in whole.values()] == [(r["loss"], r["grad_norm"]) for r in cut.values()]

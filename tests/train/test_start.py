@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import forking
 from ports import free_port
 from waiting import PATIENCE_S
 
@@ -21,13 +21,12 @@ Write = Callable[..., Path]
 # is being imported does not count.
 TRACE = """
 import atexit, inspect, json, runpy, sys
-import pydantic, rich, torch, torch.distributed.fsdp, torch.distributed.tensor, typer, yaml  # whose imports are long to trace
 out, *sys.argv[1:] = sys.argv[1:]
 calls, before = [], []
 def imported(frame):
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "<module>" and code.co_filename.endswith(".py") and not code.co_filename.endswith(("__main__.py", "trace.py")):
+        if code.co_name == "<module>" and code.co_filename.endswith(".py") and not code.co_filename.endswith(("__main__.py", "trace.py", "forking.py")):
             return True
         frame = frame.f_back
     return False
@@ -73,7 +72,7 @@ def trace(spec: Path, *overrides: str, ranks: int = 1) -> list[Trace]:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         environment = os.environ | ({key: str(value) for key, value in world.items()} if ranks > 1 else {})
         command = [sys.executable, str(program), str(spec.parent / f"trace{rank}.json"), "train", str(spec), "--quiet"]
-        started.append(subprocess.Popen([*command, *overrides], env=environment))
+        started.append(forking.Popen([*command, *overrides], env=environment))
     assert [process.wait(PATIENCE_S) for process in started] == [0] * ranks
     return [_read(spec.parent / f"trace{rank}.json") for rank in range(ranks)]
 

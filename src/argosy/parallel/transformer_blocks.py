@@ -99,7 +99,10 @@ class DropoutSeeds:
         self._drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
         if self._drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
             for name, block in named_blocks(model):
-                block.register_forward_pre_hook(self._hook(name))
+                hook = self._hook(name)
+                # Hooks of a compiled block are traced with it. Elsewhere `disable` would only import the compiler: over a second.
+                compiled = block._compiled_call_impl is not None
+                block.register_forward_pre_hook(torch.compiler.disable(hook) if compiled else hook)
 
     def begin(self, step: int, micro: int) -> None:
         """Set the seed for micro-batch `micro` of a step. Call this before each forward pass of the model or of a stage."""
@@ -112,7 +115,7 @@ class DropoutSeeds:
             if block.training and self._seed is not None:
                 _seed_generators(derive_seed(self._seed, name))
 
-        return torch.compiler.disable(seed)
+        return seed
 
 
 def _seed_generators(seed: int) -> None:
