@@ -183,7 +183,9 @@ def main() -> None:
                     found["argosy" + "".join(f" {key}" for key in more)] = train(
                         name, WORKS[name], Path(folder), options.steps, more
                     )
-                elif WORKS[name].has_peers:
+                elif not WORKS[name].has_peers:
+                    continue
+                else:
                     found[who] = peer(who, name, max(8, options.steps // 2))
                 print(f"{name} {who}: {found[list(found)[-1]]}", file=sys.stderr, flush=True)
     show(results)

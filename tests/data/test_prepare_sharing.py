@@ -286,8 +286,13 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
         assert tries >= 0, f"{kills} kills came too late: an undisturbed job took {usual:.2f} s"
         output = root / f"killed-{done}"
         process = Popen([*command, str(output), *inputs], start_new_session=True)
-        time.sleep(rng.uniform(min(0.1, usual / 4), usual))
-        kills -= process.poll() is None
+        waited = rng.uniform(min(0.1, usual / 4), usual)
+        time.sleep(waited)
+        if process.poll() is None:
+            kills -= 1
+        else:
+            # The first one took longer than it had to.
+            usual = min(usual, waited)
         assert not process.returncode, "it fails by itself"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -165,7 +165,9 @@ def set_names(paths: Sequence[str]) -> list[str]:
 def _require_built(spec: RunSpec) -> None:
     """Refuse a corpus that does not exist yet, if the run spec has a recipe for it: `open_corpus` cannot know of the recipe."""
     for place, source in spec.data.sources.items():
-        if source.prepare is None or (local_path(source.path) / FILE_NAME).exists():
+        path = local_path(source.path)
+        # A Megatron pair may be in its place.
+        if source.prepare is None or (path / FILE_NAME).exists() or path.with_name(f"{path.name}.idx").exists():
             continue
         launched = "" if spec.cluster is None else "; `argosy launch RUN.yaml` makes it in the stages before training"
         raise ArgosyError(

@@ -67,7 +67,7 @@ class KeyValueCache:
             mask = mask.within(seq)
             if mask.is_plain or seq > _LONGEST_EXPLICIT:
                 return prepare_attention(mask, x, seq, head_dim, dropout=dropout, scale=scale, heads=heads)
-            # FlexAttention, the choice on a GPU, would be compiled for every length of a prompt.
+            # FlexAttention, the choice on many GPUs, would be compiled for every length of a prompt.
             return BACKENDS[-1].prepare(Case(mask, x.device, x.dtype, head_dim, seq, dropout, heads), scale)
         # The one query is the last token. It sees every key that is in its window and document.
         first = 0 if mask.window is None else max(0, seq - mask.window)

@@ -42,7 +42,6 @@ class DataParallel:
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
         self._texts = TextInputs.of(mesh, parallel)
         self._data_rank = mesh.data_rank
-        self._exact = parallel.reduce == "fp32"
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)
@@ -65,7 +64,7 @@ class DataParallel:
         return self._reduction.sum_result(result, totals)
 
     def _before_pass(self, last: bool) -> None:
-        reduce_copies(self.model, last=last, exact=self._exact)
+        reduce_copies(self.model, last=last)
         if last:
             self._reduction.arm()
 

@@ -7,8 +7,9 @@ frozen beside adapters have no master weights: their shards have the training pr
 Each block is an FSDP unit. The rest (embeddings, head, last norm) is the unit of the whole model, so that tied weights are never
 in two units. The all-gather of the next unit runs beside the pass of this one, and so does the reduce-scatter of the previous one in
 the backward pass. Gradients are summed, never averaged: the optimiser divides once. Every micro-batch reduce-scatters them, because
-gradients that wait for the last one would take the memory of the whole model on each rank. Parameters that are not trained by
-gradients, such as the router biases of experts, stay whole on every rank.
+gradients that wait for the last one would take the memory of the whole model on each rank; only a pipeline, which would have to gather
+its stage's weights as often, keeps the gradients of its stage. Parameters that are not trained by gradients, such as the router
+biases of experts, stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -82,13 +83,10 @@ def units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def reduce_copies(model: nn.Module, *, last: bool, exact: bool) -> None:
-    """Make the next backward pass sum the shards of gradients over a sharded model's copies (HSDP) if it is the step's last micro-batch.
-
-    What waits for that is kept as it will be summed: with 16-bit sums (not `exact`), nothing waits.
-    """
+def reduce_copies(model: nn.Module, *, last: bool) -> None:
+    """Make the next backward pass sum the shards of gradients over a sharded model's copies (HSDP) if it is the step's last micro-batch."""
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(last or not exact)
+        model.set_requires_all_reduce(last)
 
 
 def reduce_nothing(model: nn.Module, *, reshard: bool) -> None:

@@ -210,11 +210,11 @@ def micro_batches(
 def _need(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
     """Return the GiB that a layout needs of a GPU.
 
-    The first stage has the most micro-batches in flight, the last one has the logits, and the first of those with the most layers may
-    be another: no other stage needs more.
+    The first stage has the most micro-batches in flight, and the last one has the logits. Of those between, the first of each size
+    needs the most.
     """
     layers = stage_layers(work, layout, levelled=stack.levelled)
-    fullest = {0, layers.index(max(layers)), layout.pp - 1}
+    fullest = {0, *map(layers.index, set(layers)), layout.pp - 1}
     return max(stage_memory(work, layout, stack, known, stage).device for stage in fullest)
 
 

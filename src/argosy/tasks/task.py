@@ -66,7 +66,7 @@ class Task(Generic[S]):
 
     `samples` describes its samples in words. `section` is the key of `data` with its settings, of type `settings_type`, if it has
     any. `roles` are the settings that name special tokens. `reads_windows` is True if samples are windows of the token stream.
-    `mask_inputs` are the inputs that make the attention mask depend on the batch. `records` says what `argosy data prepare` reads for it: texts,
+    `mask_inputs` are the inputs that make the attention mask depend on the batch; the tokens of one of its `documents` are contiguous. `records` says what `argosy data prepare` reads for it: texts,
     conversations, or preferences between two of them. `writes` says what `argosy sample` does with a trained model.
     """
 

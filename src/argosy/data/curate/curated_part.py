@@ -39,8 +39,8 @@ from argosy.data.text.records import BadRecord, Parser, field_of
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
-# Characters of a batch: large enough that calls of numpy cost little. Its arrays take about 40 MB.
-BATCH_CHARACTERS = 1_000_000
+# Characters and documents of a batch: enough that calls of numpy cost little. Its arrays take about 60 MB, and 8 kB a document.
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 1_000_000, 4096
 # A longer document is quarantined: every character takes about 60 bytes while its document is judged.
 MOST_CHARACTERS = 8 << 20
 # Parts are read once more, so they are compressed quickly; the shards are compressed better.
@@ -273,7 +273,7 @@ class PartRun:
                 continue
             self._pending.append((piece.file, place, text, record if isinstance(record, dict) else {}))
             self._characters += len(text)
-            if self._characters >= BATCH_CHARACTERS:
+            if self._characters >= BATCH_CHARACTERS or len(self._pending) >= BATCH_DOCUMENTS:
                 self._flush()
 
     def finish(self) -> CuratedFacts:

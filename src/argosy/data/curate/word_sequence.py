@@ -17,15 +17,19 @@ Integers = npt.NDArray[np.int64]
 # Odd, so that each has an inverse modulo 2**64: the bases of the polynomials over characters and over words.
 BASE, _WORD_BASE = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _powers: dict[int, Hashes] = {}
+# The longest table that is kept.
+_KEPT = 1 << 21
 
 
 def powers(base: int, count: int) -> Hashes:
-    """Return base**0 … base**(count - 1) modulo 2**64. The table grows in powers of two."""
+    """Return base**0 … base**(count - 1) modulo 2**64. The table grows in powers of two; a very long one is not kept."""
     table = _powers.get(base)
     if table is None or len(table) < count:
-        table = np.full(1 << max(18, count.bit_length()), base, np.uint64)
+        table = np.full(max(1 << 18, 1 << (count - 1).bit_length()) if count <= _KEPT else count, base, np.uint64)
         table[0] = 1
-        table = _powers[base] = np.cumprod(table, dtype=np.uint64)
+        table = np.cumprod(table, dtype=np.uint64)
+        if count <= _KEPT:
+            _powers[base] = table
     return table[:count]
 
 
