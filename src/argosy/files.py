@@ -20,6 +20,15 @@ RIGHTS_FIX = (
 )
 
 
+# Errors of a network file system that the next try may not meet. On a local disk, EIO is a fault that comes again.
+_PASSING = frozenset({errno.EIO, errno.ENOLCK, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether a failure is one of the file system that the next try may not meet."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
 def write_fix(error: OSError, otherwise: str) -> str:
     """Return the fix for a failed write: `RIGHTS_FIX` in a pod that lacks the right, else `otherwise`."""
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ

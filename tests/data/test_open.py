@@ -148,6 +148,12 @@ def test_missing_data_with_a_recipe_is_made_by_the_command_that_follows_it(
     assert "data prepare" not in str(found)
 
 
+def test_a_pair_of_files_with_a_recipe_is_opened(write_spec: Write, corpus: Path) -> None:
+    prefix = next(corpus.glob("*.idx")).with_suffix("")
+    sources = {"train": [{"path": str(prefix), "prepare": {"fetch": "c4"}}], "seq_len": 32}
+    assert open_data(resolve(write_spec(data=sources)).spec).training().batch(0, 600).tokens.size
+
+
 def test_no_loss_is_taken_across_documents_when_asked(write_spec: Write) -> None:
     path = write_spec()
     plain = open_data(resolve(path).spec).training().batch(0, 600)

@@ -269,7 +269,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOLCK, errno.ESTALE])
-@pytest.mark.parametrize("where", ["the lock", "a part", "the join", "the manifest"])
+@pytest.mark.parametrize("where", ["the lock", "an input", "a part", "the join", "the manifest"])
 def test_a_failure_of_the_file_system_that_passes_costs_no_more_than_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, where: str
 ) -> None:
@@ -279,6 +279,7 @@ def test_a_failure_of_the_file_system_that_passes_costs_no_more_than_a_pause(
     undisturbed = prepare(*arguments, tmp_path / "undisturbed", PrepareOptions(workers=1))
     owner, name = {
         "the lock": (PieceLocks, "take_all"),
+        "an input": (blocks.LineBlocks, "block"),
         "a part": (PartMaker, "_write"),
         "the join": (Joiner, "finish"),
         "the manifest": (job, "finish"),

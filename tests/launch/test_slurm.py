@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -97,13 +98,40 @@ def test_what_can_go_on_is_queued_again(code: int, restarts: int, stages: set[st
         "ARGOSY_SPEC": str(tmp_path / "run.yaml"),
         "SLURM_RESTART_COUNT": str(restarts),
     }
+    # The plain id of one task of an array stands for all of them.
+    arrays = {"prepare": {"SLURM_ARRAY_JOB_ID": "prepare", "SLURM_ARRAY_TASK_ID": "1"}}
     for stage in ("prepare", "preflight", "train"):
         script = tmp_path / f"{stage}.sbatch"
-        done = subprocess.run(["bash", script], env=environment | {"SLURM_JOB_ID": stage}, check=False)
+        own = {"SLURM_JOB_ID": stage} | arrays.get(stage, {})
+        done = subprocess.run(["bash", script], env=environment | own, check=False)
         assert done.returncode == code
         assert ("#SBATCH --requeue\n" in script.read_text()) is (stage != "preflight")
     asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
-    assert asked == [f"requeue {stage}" for stage in sorted(stages)]
+    assert asked == [f"requeue {stage}{'_1' if stage in arrays else ''}" for stage in sorted(stages)]
+
+
+@pytest.mark.parametrize("stage", ["prepare", "train"])
+def test_an_interruption_counts_as_no_failure(stage: str, tmp_path: Path) -> None:
+    """A stand-in for srun ends by the signal, as a data command does, long after the last restart for failures."""
+    scripts_of(GPU_EXAMPLE, [], tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    tools_of = {
+        "srun": f"echo $$ > {tmp_path / 'srun.part'}; mv {tmp_path / 'srun.part'} {tmp_path / 'srun'}; exec sleep 600",
+        "scancel": f"kill -TERM $(cat {tmp_path / 'srun'})",
+        "scontrol": f'echo "$@" >> {tmp_path / "asked"}',
+    }
+    for name, text in tools_of.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "ARGOSY_SPEC": str(tmp_path / "run.yaml")}
+    environment |= {"SLURM_RESTART_COUNT": "50", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", tmp_path / f"{stage}.sbatch"], env=environment) as script:
+        while not (tmp_path / "srun").exists():
+            time.sleep(0.02)
+        script.terminate()
+        assert script.wait() == 128 + signal.SIGTERM
+    assert (tmp_path / "asked").read_text().splitlines() == ["requeue 7"]
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
-from argosy.config.resolve import resolve_model
+from argosy.config.resolve import resolve, resolve_model
+from argosy.plan.advise import work_of
 from argosy.plan.calibration import calibration
 from argosy.plan.layouts import Latent, Layout, Work, stage_layers, violations
 from argosy.plan.memory import StageMemory, in_flight, memory_of, stage_parameters
@@ -65,6 +66,23 @@ def test_a_loss_in_chunks_needs_no_more_for_more_tokens() -> None:
     )
     # Only the gradient of the head's input grows.
     assert many - few == pytest.approx(6 * 8192 * 2048 * 2 / 2**30, abs=0.02)
+
+
+def test_the_share_of_tokens_that_are_predicted_is_the_tasks() -> None:
+    def plan(rate: float) -> Work:
+        keys = [
+            "model=bert-base",
+            "data.train=corpus",
+            "data.seq_len=512",
+            "train.global_batch=64",
+            "train.steps=9",
+            "optim.lr=1e-4",
+        ]
+        return work_of(resolve(None, [*keys, f"data.bert.mask_rate={rate}"]).spec)
+
+    few, many = (stages(plan(rate), Layout(micro_batch=64))[0] for rate in (0.15, 0.9))
+    assert many.logits > few.logits
+    assert plan(0.15).sizes.predicted == 0.15
 
 
 def test_in_flight_micro_batches() -> None:

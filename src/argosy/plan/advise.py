@@ -313,6 +313,7 @@ def work_of(
         reshard=spec.parallel.reshard or spec.parallel.pp > 1,
         replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not masks_vary(spec),
         sample_losses=task_of(spec).sample_losses,
+        predicted=task_of(spec).predicted_share(spec),
     )  # fmt: skip
 
 

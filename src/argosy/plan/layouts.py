@@ -156,6 +156,8 @@ class Work:
     replayed: bool = True
     # Losses of each sample, each with a gradient of the head until the backward pass. 0: one loss of the micro-batch.
     sample_losses: int = 0
+    # The share of tokens that the task predicts, if not the architecture's.
+    predicted: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -200,7 +202,7 @@ class Work:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return sizes_of(self.model, self.latent, self.next_tokens)
+        return sizes_of(self.model, self.latent, self.next_tokens, self.predicted)
 
     def __hash__(self) -> int:
         return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))
@@ -257,7 +259,9 @@ class Sizes:
     decoder: Decoder
 
 
-def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 0) -> Sizes:
+def sizes_of(
+    model: ModelSpec, latent: Latent | None = None, next_tokens: int = 0, predicted: float | None = None
+) -> Sizes:
     attention, attention_other = attention_parameters(model)
     dense, dense_other = mlp_parameters(model, model.ffn)
     moe, share = model.moe, 0.0
@@ -298,7 +302,7 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
         mlp_width=(1 - share) * model.ffn * decoder.mean(1, targets)
         + share * (0 if moe is None else moe.shared_experts * moe.ffn),
         expert_width=0.0 if moe is None else share * moe.top_k * moe.ffn,
-        predicted=(targets or kind.predicted) * (1 + next_tokens),
+        predicted=(targets or (kind.predicted if predicted is None else predicted)) * (1 + next_tokens),
         decoder=decoder,
     )
 

@@ -140,7 +140,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     busy = sum(terms.values())
     terms["waiting"] = busy * known.constants["straggle"] * log2(max(1, cluster.nodes))
     total = busy + terms["waiting"]
-    flops = training_flops_per_token(work.model, work.seq_len) * work.tokens
+    flops = training_flops_per_token(work.model, work.seq_len, predicted=work.predicted) * work.tokens
     return StepTime(total, terms, terms["bubble"] / total, flops, work.tokens, cluster.gpus)
 
 

@@ -215,3 +215,4 @@ def clear_heartbeats(directory: Path) -> None:
     for earlier in directory.parent.glob(f".{directory.name}-*"):
         # A file that such a writer adds meanwhile keeps the directory until the next start.
         shutil.rmtree(earlier, ignore_errors=True)
+    directory.mkdir(exist_ok=True)

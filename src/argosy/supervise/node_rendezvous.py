@@ -43,16 +43,16 @@ class PlaceTakenError(RendezvousError):
 
 def open_store(nodes: Nodes, timeout_s: float) -> Store:
     """Return the store that node 0 hosts. A single node picks a free port."""
-    try:
-        return _tcp_store(
-            nodes, 0 if nodes.count == 1 else nodes.port, multi_tenant=True, timeout=timedelta(seconds=timeout_s)
-        )
-    except (DistError, ValueError, RuntimeError, TimeoutError) as error:
-        raise RendezvousConnectionError(str(error)) from error
+    return _tcp_store(
+        nodes, 0 if nodes.count == 1 else nodes.port, multi_tenant=True, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def _tcp_store(nodes: Nodes, port: int, **options: Any) -> TCPStore:
-    return TCPStore(_address(nodes), port, is_master=nodes.index == 0, wait_for_workers=False, **options)
+    try:
+        return TCPStore(_address(nodes), port, is_master=nodes.index == 0, wait_for_workers=False, **options)
+    except (DistError, ValueError, RuntimeError, TimeoutError) as error:
+        raise RendezvousConnectionError(str(error)) from error
 
 
 def _address(nodes: Nodes) -> str:

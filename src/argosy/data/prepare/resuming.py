@@ -7,26 +7,23 @@ work that can be resumed.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from argosy.errors import EXIT_RESUMABLE, ArgosyError
-from argosy.files import write_fix
+from argosy.files import may_pass, write_fix
 from argosy.retry import GaveUp, RetryPolicy, Transient
 
 Result = TypeVar("Result")
 RETRY = RetryPolicy(attempts=4, base_s=2.0, cap_s=30.0, jitter=0.5)
-# Errors of a network file system that the next try may not meet. On a local disk, EIO is a fault that comes again.
-_PASSING = frozenset({errno.EIO, errno.ENOLCK, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
 _log = logging.getLogger(__name__)
 
 
 def cannot_write(output: Path, error: OSError) -> ArgosyError:
     """Return a `data.write-failed` error, or `data.interrupted` if the failure may pass."""
-    passing = error.errno in _PASSING
+    passing = may_pass(error)
     fix = "free some space or choose another --output, then run it again: finished parts are kept"
     if passing:
         fix = "run the same command again: finished parts are kept; if it fails again, look at the kernel log (dmesg) and the file server"

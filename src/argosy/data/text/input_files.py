@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from argosy.data.text.inputs import InputFile, local_input
 from argosy.errors import ArgosyError
+from argosy.files import may_pass
 
 LINE_BUFFER = 1 << 20
 # The size of a range request to a remote input: smaller requests cost round trips, larger ones cost memory.
@@ -75,6 +76,8 @@ def fingerprint_now(file: InputFile) -> InputFile:
     try:
         now = local_input(file.location)
     except OSError as error:
+        if may_pass(error):
+            raise _interrupted(file, error) from None
         raise input_changed(file, f"it can no longer be read: {error.strerror}") from None
     return replace(file, size=now.size, version=now.version, inode=now.inode)
 
@@ -101,15 +104,27 @@ def input_changed(file: InputFile, what: str, *, since: str = "while it was bein
     )
 
 
+def _interrupted(file: InputFile, error: Exception) -> ArgosyError:
+    reason = getattr(error, "strerror", None) or error
+    return ArgosyError(
+        "data.interrupted",
+        f"{file.path}: {reason}",
+        fix="run the same command again; if it fails again, look at the kernel log (dmesg) and the file server",
+    )
+
+
 @contextlib.contextmanager
 def reading(files: Sequence[InputFile], where: str = "") -> Iterator[None]:
     """Convert the exceptions of readers on damaged content into a `data.bad-input` error that names the file.
 
-    If the file has changed, the error says that instead, because a change explains the damage.
+    If the file has changed, the error says that instead, because a change explains the damage. If the file system failed in a way that
+    may pass, it is `data.interrupted`.
     """
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError) as error:
+        if may_pass(error):
+            raise _interrupted(files[0], error) from error
         check_unchanged(files)
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ArgosyError(

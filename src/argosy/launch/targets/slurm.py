@@ -62,16 +62,15 @@ class SlurmTarget(Target):
         return RunStatus(run.name, stages=_states(run), progress=logged_progress(run))
 
     def stop(self, run: Launched) -> list[str]:
-        """Cancel waiting jobs. A running training job saves first and is not requeued."""
+        """Cancel all jobs. A running training job saves first. None goes back into the queue."""
         jobs = [line.split() for line in _queued(run, "%A %j %T")]
         if not jobs:
             raise not_found(run, f"Slurm has no job of {run.name}")
         for job, stage, state in jobs:
-            if state == "RUNNING" and stage == _job_name(run, TRAIN.name):
+            if state == "RUNNING":
                 _ask("scontrol", "update", f"jobid={job}", "Requeue=0")
-                _ask("scancel", "--signal=TERM", "--batch", job)
-            else:
-                _ask("scancel", job)
+            saves = state == "RUNNING" and stage == _job_name(run, TRAIN.name)
+            _ask("scancel", *(["--signal=TERM", "--batch"] if saves else []), job)
         return [f"Slurm job {job}, {stage}" for job, stage, _ in jobs]
 
 
@@ -179,10 +178,14 @@ def _step(placed: Placement, step: str, stage: Stage) -> list[str]:
     again = "" if stage.trains else f' && [ "$restarts" -lt {_DATA_RESTARTS} ]'
     return [
         *lines,
+        "# A plain job id may stand for the whole array.",
+        'job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"',
+        'job="${job:-$SLURM_JOB_ID}"',
         f"{step} &",
         "step=$!",
+        "interrupted=",
         "# srun would end its tasks at once; signalled through Slurm, they save first.",
-        "trap 'scancel --signal=TERM \"$SLURM_JOB_ID.0\" || true' TERM",
+        "trap 'interrupted=1; scancel --signal=TERM \"$job.0\" || true' TERM",
         "code=0",
         'wait "$step" || code=$?',
         'while kill -0 "$step" 2>/dev/null; do  # a signal ended the wait, not the run',
@@ -190,9 +193,10 @@ def _step(placed: Placement, step: str, stage: Stage) -> list[str]:
         '  wait "$step" || code=$?',
         "done",
         'restarts="${SLURM_RESTART_COUNT:-0}"',
-        f'if {{ [ "$code" -eq {EXIT_RESUMABLE} ]{again}; }} ||',
-        f'   {{ [ "$code" -ne 0 ] && [ "$code" -ne {EXIT_REFUSED} ] && [ "$restarts" -lt {placed.cluster.restarts} ]; }}; then',
-        '  scontrol requeue "$SLURM_JOB_ID" && echo "exit code $code after $restarts restarts: back into the queue"',
+        f'if [ "$code" -eq {EXIT_RESUMABLE} ]; then interrupted=1; fi',
+        f'if [ "$code" -ne 0 ] && [ "$code" -ne {EXIT_REFUSED} ] &&',
+        f'   {{ {{ [ -n "$interrupted" ]{again}; }} || [ "$restarts" -lt {placed.cluster.restarts} ]; }}; then',
+        '  scontrol requeue "$job" && echo "exit code $code after $restarts restarts: back into the queue"',
         "fi",
         'exit "$code"',
     ]
