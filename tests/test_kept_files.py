@@ -39,7 +39,9 @@ def test_a_kept_run_goes_on_with_the_numbers_its_own_version_reached(
     for step, loss in LOSSES.items():
         assert found[step]["loss"] == pytest.approx(loss, rel=1e-6)
         assert found[step]["grad_norm"] == pytest.approx(NORMS[step], rel=1e-5)
-    assert [line for line in resumed.stdout.splitlines() if "changed" in line and "train.steps" not in line] == []
+    # The machine may be another.
+    changes = [line for line in resumed.stdout.splitlines() if "changed" in line and "train.steps" not in line]
+    assert [line for line in changes if "machine." not in line] == []
 
 
 def test_a_kept_checkpoint_loads_as_a_module(kept: Path) -> None:
