@@ -266,6 +266,6 @@ def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
     *, repeatable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `hopper_backward.attend_backward`, for [batch, seq, heads, 128]."""
+    """Return what `hopper_backward.attend_backward` does, for [batch, seq, heads, 128]."""
     how = BackwardKernel(_attention_backward_128, _TURNS.value, by_thread=False, folds=False)
     return how.run(d_out, q, k, v, out, lse, scale, last, repeatable=repeatable)
