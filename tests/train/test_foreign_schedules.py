@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.foundry import from_foundry
 from argosy.config.foreign.megatron import from_megatron
-from argosy.config.lr_phases import check_schedule
+from argosy.config.lr_schedules import check_schedule
 from argosy.config.resolve import resolve
 from argosy.config.schema import OptimSpec, RunSpec, TrainSpec
 from argosy.errors import ArgosyError

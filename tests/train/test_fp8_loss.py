@@ -14,20 +14,17 @@ SMALL = [
     "model.max_seq_len=32",
     "train.global_batch=4",
     "parallel.micro_batch=4",
-    "optim.lr=1e-2",
 ]
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("steps", "changes", "learnt", "bar"),
-    # A small model in few steps is noisier.
-    [(40, SMALL, 4.0, 0.03), pytest.param(200, [], 2.5, BENCHMARK["BAR"], marks=pytest.mark.slow)],
+    ("steps", "changes", "learnt"), [(48, SMALL, 4.0), pytest.param(200, [], 2.5, marks=pytest.mark.slow)]
 )
 def test_a_run_in_8_bit_products_ends_with_the_loss_of_one_in_bf16(
-    tmp_path: Path, steps: int, changes: list[str], learnt: float, bar: float
+    tmp_path: Path, steps: int, changes: list[str], learnt: float
 ) -> None:
     found = BENCHMARK["compare"](tmp_path, steps, changes)
     assert found.bf16 != found.fp8
     assert found.bf16 < learnt  # log(256) is 5.5
-    assert abs(found.difference) < bar
+    assert abs(found.difference) < BENCHMARK["BAR"]

@@ -17,11 +17,11 @@ from argosy.config.schema import OptimSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model, initial_weights
 from argosy.parallel.precision import apply_precision
-from argosy.record.jsonl import read_metrics
 from argosy.train.muon_update import Heads, heads_of, muon, orthogonalise
 from argosy.train.optimizer import Optimizer, hidden_matrices, lr_factors
 from argosy.train.run import TrainOptions, train
 from argosy.train.slots import Slot, Update
+from train.cut_runs import require_bit_equal_resume
 
 Write = Callable[..., Path]
 SIZES = ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16"]
@@ -144,26 +144,9 @@ def test_a_skipped_or_low_precision_step_keeps_master_and_parameter_in_step(prec
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resumed_run_is_bit_equal(write_spec: Write, tmp_path: Path, precision: str) -> None:
-    path = write_spec(optim={"name": "muon", "lr": 1e-2, "schedule": "constant"})
-    for name, lengths in (("whole", [6]), ("cut", [3, 6])):
-        for steps in lengths:
-            # A CPU without instructions for bf16 is slow at it: few tokens.
-            overrides = [
-                f"name={name}",
-                f"train.steps={steps}",
-                f"train.precision={precision}",
-                "data.seq_len=16",
-                "eval=off",
-            ]
-            assert train(resolve(path, overrides), path, TrainOptions(quiet=True)) == 0
-    whole, cut = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("whole", "cut"))
-    assert [(r["loss"], r["grad_norm"]) for r in whole.values()] == [(r["loss"], r["grad_norm"]) for r in cut.values()]
-    assert whole[6]["loss"] < whole[1]["loss"]
-    files = [
-        tmp_path / "runs" / name / "checkpoints" / "step-00000006" / "optimizer.safetensors"
-        for name in ("whole", "cut")
-    ]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    require_bit_equal_resume(
+        write_spec, tmp_path / "runs", {"name": "muon", "lr": 1e-2, "schedule": "constant"}, precision
+    )
 
 
 def test_one_optimiser_cannot_go_on_from_anothers_state(write_spec: Write) -> None:

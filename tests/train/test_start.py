@@ -55,7 +55,7 @@ OPENED = (
 )
 BUILT = ("open_session", "parallelize", "build_model", "Trainer.__init__", "Optimizer.__init__")
 FIRST_RANK_ONLY = ("machine_facts",)
-MOST_FILES = 101
+MOST_FILES = 100
 
 
 class Trace(NamedTuple):

@@ -10,7 +10,7 @@ import math
 
 from argosy.config.data_checks import check_data
 from argosy.config.layout import check_layout
-from argosy.config.lr_phases import check_schedule
+from argosy.config.lr_schedules import check_schedule
 from argosy.config.optimizers import RULES
 from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from argosy.config.batches import Batches
-from argosy.config.lr_phases import LrPhases, lr_phases
-from argosy.config.lr_schedules import SHAPES, STABLE, LrSchedule
+from argosy.config.lr_schedules import SHAPES, STABLE, LrPhases, LrSchedule, lr_phases
 from argosy.config.schema import OptimSpec, RunSpec
 from argosy.config.units import LENGTH_KEYS
 

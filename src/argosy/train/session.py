@@ -14,7 +14,7 @@ from argosy.checkpoint.source import Source, open_source, require_fit
 from argosy.checkpoint.store import listed
 from argosy.config.batches import Batches
 from argosy.config.layout import check_shares
-from argosy.config.lr_phases import check_phases, counts_epochs
+from argosy.config.lr_schedules import check_phases, counts_epochs
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.data.open import RunData, open_data

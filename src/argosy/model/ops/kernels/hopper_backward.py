@@ -242,64 +242,16 @@ def _worker(
             masked = steps
         for own in range(plain):
             d_k, d_v = _work(
-                here,
-                k,
-                v,
-                d_k,
-                d_v,
-                own,
-                before,
-                part,
-                key_block,
-                blocks,
-                lasts,
-                scale,
-                WORKER,
-                GROUP,
-                ORDER,
-                BOUNDED,
-                False,
-            )
+                here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False
+            )  # fmt: skip
         for own in range(plain, masked):
             d_k, d_v = _work(
-                here,
-                k,
-                v,
-                d_k,
-                d_v,
-                own,
-                before,
-                part,
-                key_block,
-                blocks,
-                lasts,
-                scale,
-                WORKER,
-                GROUP,
-                ORDER,
-                BOUNDED,
-                True,
-            )
+                here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, True
+            )  # fmt: skip
         for own in range(masked, steps):
             d_k, d_v = _work(
-                here,
-                k,
-                v,
-                d_k,
-                d_v,
-                own,
-                before,
-                part,
-                key_block,
-                blocks,
-                lasts,
-                scale,
-                WORKER,
-                GROUP,
-                ORDER,
-                BOUNDED,
-                False,
-            )
+                here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False
+            )  # fmt: skip
         row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
         column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
         token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
