@@ -109,11 +109,11 @@ def test_a_32_bit_parameter_is_its_own_master() -> None:
 def test_updates_too_small_for_the_parameter_add_up_in_its_master(precision: str) -> None:
     built, optimizer = model(precision)
     name, parameter = "norm.weight", built.norm.weight
-    for _ in range(8):  # each far below half a step of a 16-bit 1.0
+    for _ in range(20):  # each far below half a step of a 16-bit 1.0
         engine(built, 1).forward_backward(batch(1), step=1)
         optimizer.step(tokens=16, lr=1e-5)
     moved = (optimizer.weights()[name] - 1).abs()
-    assert moved.median() > 4e-5
+    assert moved.median() > 1e-4
     assert torch.equal(parameter, optimizer.weights()[name].to(parameter.dtype))
 
 
