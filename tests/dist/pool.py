@@ -7,22 +7,29 @@ pool, and the next case gets a new one; where the ranks waited is told with the 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
+import json
 import multiprocessing
+import os
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from argosy.compat import FLIGHT_RECORD, flight_record
 
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
-LATE_S = 150.0  # a rank that takes longer notes its stacks, before NCCL ends it for that
+LATE_S = 150.0  # a rank that takes longer notes its stacks and collectives, before NCCL ends it for that
 
 
 class RankFailed(AssertionError):
@@ -42,7 +49,12 @@ class Pool:
             name = f"{function.__module__}:{function.__qualname__}"
             for rank, pipe in enumerate(self._pipes[:n]):
                 pipe.send((name, arguments, rank, n, str(Path(directory) / "store")))
-            answers = [self._answer(rank) for rank in range(n)]
+            end = time.monotonic() + CASE_S
+            try:
+                answers = [self._answer(rank, end) for rank in range(n)]
+            except BaseException:  # a time limit of the test's
+                self.close()
+                raise
         failures = [(rank, text) for rank, (fine, text) in enumerate(answers) if not fine]
         if failures:
             self.close()  # the others may be waiting for the one that failed
@@ -50,10 +62,11 @@ class Pool:
             raise RankFailed(f"rank {first[0]} of {n}:\n{first[1]}{self._waited(n)}")
         return [value for _, value in answers]
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
+    def _answer(self, rank: int, end: float) -> tuple[bool, Any]:
         pipe = self._pipes[rank]
         try:
-            return pipe.recv() if pipe.poll(CASE_S) else (False, f"no answer within {CASE_S:.0f} s")
+            came = pipe.poll(max(0, end - time.monotonic()))
+            return pipe.recv() if came else (False, f"no answer within {CASE_S:.0f} s")
         except EOFError:
             return False, "the process ended"
 
@@ -93,6 +106,7 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
 
     from dist.devices import BACKEND, claim
 
+    os.environ.update(FLIGHT_RECORD)
     torch.set_num_threads(1)
     claim(place)
     caches = _caches()
@@ -107,6 +121,9 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
         module, _, function = name.partition(":")
         late = open(stacks, "w")  # noqa: SIM115 - until the case is over
         faulthandler.dump_traceback_later(LATE_S, file=late)
+        record = threading.Timer(LATE_S + 1, _note_collectives, [late])
+        record.daemon = True
+        record.start()
         try:
             if n > 1:
                 found = dist.FileStore(store, n)
@@ -116,6 +133,7 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
             value = getattr(importlib.import_module(module), function)(*arguments)
             if n > 1:
                 dist.barrier()
+                dist.destroy_process_group()
             pipe.send((True, value))
         except BaseException:  # noqa: BLE001 - sent to the test
             pipe.send((False, traceback.format_exc()))
@@ -125,8 +143,18 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
             caches += _caches()
             _forget_meshes(caches)
             faulthandler.cancel_dump_traceback_later()
+            record.cancel()
             late.close()
             freeze()  # what the case imported: the compiler alone is half a million objects, which each case after it would walk
+
+
+def _note_collectives(file: TextIO) -> None:
+    """Write the last collectives of this rank, of which some may wait for others."""
+    with contextlib.suppress(ValueError):  # closed: the case ended
+        keys = ("process_group", "collective_seq_id", "profiling_name", "state")
+        for entry in json.loads(flight_record())["entries"][-12:]:
+            file.write(" ".join(str(entry.get(key)) for key in keys) + "\n")
+        file.flush()
 
 
 def gloo_threads() -> int:

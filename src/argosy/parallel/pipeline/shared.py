@@ -8,6 +8,8 @@ first holder's copy only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,13 +55,14 @@ class SharedWeights:
         rank = dist.get_rank(self._group)
         # Zeros, not uninitialised: in a rehearsal nothing arrives.
         all_ = {holder: mine if holder == rank else torch.zeros_like(mine) for holder in holders}
-        messages = [
-            dist.P2POp(way, mine if way is dist.isend else tensor, group=self._group, group_peer=holder)
-            for holder, tensor in all_.items()
-            if holder != rank
-            for way in (dist.isend, dist.irecv)
-        ]
-        for work in dist.batch_isend_irecv(messages):
+        works: list[Any] = []
+        for holder, theirs in sorted(all_.items()):
+            # A pair's messages are one queue on a GPU: the lower rank sends first, and the higher one receives first. In a batch of
+            # messages NCCL would wait for the whole pipeline, of which the other ranks hold nothing.
+            ways = [partial(dist.isend, mine, group_dst=holder), partial(dist.irecv, theirs, group_src=holder)]
+            if holder != rank:
+                works += [way(group=self._group) for way in (ways if rank < holder else reversed(ways))]
+        for work in works:
             work.wait()
         first, *rest = all_.values()
         return sum(rest, start=first)
