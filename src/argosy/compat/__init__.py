@@ -358,3 +358,11 @@ def passed_on(x: torch.Tensor) -> torch.Tensor:
     Under torch.compile it is a clone: the compiler recreates a view that leaves the graph, and drops the function.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    """Return x, which was written in place, as the output of an autograd function.
+
+    Under torch.compile it is a view: torch 2.11 loses the gradient of an output that was written in place.
+    """
+    return x.view_as(x) if torch.compiler.is_compiling() else x

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.compat import gather_into, passed_on, scatter_sum_into
+from argosy.compat import filled, gather_into, passed_on, scatter_sum_into
 
 # Launches a collective, and returns its result, which is not there yet, and its handle.
 Start = Callable[[Tensor], tuple[Tensor, Any]]
@@ -89,7 +89,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         parts = x.new_empty(group.size(), *x.shape)
         gather_into(parts.flatten(0, 1), x.contiguous(), group)
-        return parts
+        return filled(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -164,11 +164,11 @@ def _start_send(sent: list[int], received: list[int], group: dist.ProcessGroup, 
 def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     theirs = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(theirs, rows.contiguous(), received, sent, group=group)
-    return theirs
+    return filled(theirs)
 
 
 def _swapped(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = parts.contiguous()
     theirs = torch.empty_like(parts)
     dist.all_to_all_single(theirs, parts, group=group)
-    return theirs
+    return filled(theirs)

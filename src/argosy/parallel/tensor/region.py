@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.compat import gather_into, passed_on, scatter_sum_into
+from argosy.compat import filled, gather_into, passed_on, scatter_sum_into
 from argosy.model.ops.matmul import listen
 from argosy.model.sharding import WHOLE, Share
 
@@ -160,7 +160,7 @@ class _Join(torch.autograd.Function):
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
-    return total
+    return filled(total)
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -175,7 +175,7 @@ def summed_to_shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = by_share(x, group)
     share = torch.empty_like(parts[0])
     scatter_sum_into(share, parts.flatten(0, 1), group)
-    return share
+    return filled(share)
 
 
 def by_share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
