@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -169,6 +170,32 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
         inputs,
         dtype,
     )
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(dtype: torch.dtype, z_loss: float, on: bool) -> None:
+    """With padding, in which nothing counts, and with a part that has no column at all."""
+    ends, rows = [0, 37, 5000, 5003, 5003], 6
+    logits = (3 * torch.randn(rows, ends[-1])).to(DEVICE, dtype)
+    labels = torch.randint(0, ends[-1], (rows,), device=DEVICE)
+    labels[:4] = torch.tensor([0, 36, 5002, -100])
+    whole = logits.clone()
+    with kernels(on):
+        expected = cross_entropy.softmax_loss_(whole, labels, z_loss, True, ends[-1])
+        parts = [F.pad(logits[:, a:b], (0, 16)) for a, b in pairwise(ends)]
+        sizes = [(b - a, a) for a, b in pairwise(ends)]
+        every = torch.stack(
+            [cross_entropy.row_parts(part, labels, *size) for part, size in zip(parts, sizes, strict=True)]
+        )
+        for part, (vocab, first) in zip(parts, sizes, strict=True):
+            found = cross_entropy.joined_losses_(part, labels, every, z_loss, True, vocab, first)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                part[:, :vocab], whole[:, first : first + vocab], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 100
+            )
+            assert not part[:, vocab:].any()
 
 
 def test_a_choice_of_kernels_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

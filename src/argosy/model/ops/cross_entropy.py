@@ -158,29 +158,50 @@ def softmax_loss_(
         from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
         return fused(logits, labels, z_loss, with_gradient, vocab)
-    logits = logits[:, :vocab]
-    full, column = logits.float(), labels.clamp(min=0)[:, None]
-    lse = full.logsumexp(-1)
-    picked = full.gather(-1, column)[:, 0]
-    losses, cross_entropy = row_losses(lse, picked, labels, z_loss)
-    if with_gradient:
-        logits.copy_(logits_gradient_(full, lse, column, torch.full_like(lse, -1.0)[:, None], labels, z_loss))
-    return losses, cross_entropy
+    return joined_losses_(logits, labels, row_parts(logits, labels, vocab)[None], z_loss, with_gradient, vocab)
 
 
-def row_losses(lse: Tensor, picked: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return the losses and cross-entropies of rows, given their log-sum-exp and the logits of their labels (`picked`)."""
+def row_parts(logits: Tensor, labels: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """Return what the loss needs of rows of logits, [2, rows]: their log-sum-exp, and the logits of their labels.
+
+    The columns are those of the vocabulary from `first` on. The logit of a label elsewhere, or of none, is zero.
+    """
+    if use_kernel(logits):
+        from argosy.model.ops.kernels.cross_entropy_kernel import row_parts as fused
+
+        return fused(logits, labels, vocab, first)
+    full = logits[:, :vocab].float()
+    column, here = _columns(labels, vocab, first)
+    # A rank may have no column at all.
+    picked = full.gather(-1, column)[:, 0] if vocab else full.new_zeros(len(full))
+    return torch.stack((full.logsumexp(-1), picked.masked_fill(~here, 0)))
+
+
+def joined_losses_(
+    logits: Tensor, labels: Tensor, parts: Tensor, z_loss: float, with_gradient: bool, vocab: int, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the losses and cross-entropies of rows from the `row_parts` of all columns, [parts, 2, rows], and overwrite the logits
+    of some columns with their gradient."""
+    if use_kernel(logits):
+        from argosy.model.ops.kernels.cross_entropy_kernel import joined_losses_ as fused
+
+        return fused(logits, labels, parts, z_loss, with_gradient, vocab, first)
     counts = labels != IGNORED
-    cross_entropy = torch.where(counts, lse - picked, 0.0)
+    lse = parts[:, 0].logsumexp(0)
+    cross_entropy = torch.where(counts, lse - parts[:, 1].sum(0), 0.0)
     losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
+    if with_gradient and vocab:
+        gradient = logits[:, :vocab].float().sub_(lse[:, None]).exp_()
+        if z_loss:
+            gradient *= (1 + 2 * z_loss * lse)[:, None]
+        column, here = _columns(labels, vocab, first)
+        gradient.scatter_add_(-1, column, -here.to(gradient.dtype)[:, None])
+        logits[:, :vocab] = gradient.mul_(counts[:, None])
     return losses, cross_entropy
 
 
-def logits_gradient_(full: Tensor, lse: Tensor, column: Tensor, drop: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    """Overwrite the logits with their gradient: the softmax, with `drop` added at the label's column [rows, 1]."""
-    gradient = full.sub_(lse[:, None]).exp_()
-    if z_loss:
-        gradient *= (1 + 2 * z_loss * lse)[:, None]
-    gradient.scatter_add_(-1, column, drop)
-    gradient *= (labels != IGNORED)[:, None]
-    return gradient
+def _columns(labels: Tensor, vocab: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return the columns of the labels [rows, 1], and whether they are here [rows]. Ignored labels are negative, and so never here."""
+    column = labels - first
+    here = (column >= 0) & (column < vocab)
+    return column.masked_fill(~here, 0)[:, None], here

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +19,7 @@ from argosy.compat import gather_into
 from argosy.config.model import ModelSpec
 from argosy.model.layers import embed
 from argosy.model.objective import Output
-from argosy.model.ops.cross_entropy import linear_cross_entropy, logits_gradient_, row_losses
+from argosy.model.ops.cross_entropy import joined_losses_, linear_cross_entropy, row_parts
 from argosy.parallel.tensor.region import Region, gathered
 
 
@@ -76,16 +75,7 @@ def softmax_loss_(
     first: int, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool, vocab: int
 ) -> tuple[Tensor, Tensor]:
     """Compute `argosy.model.ops.cross_entropy.softmax_loss_` from the logits of this rank's columns, which begin at `first`."""
-    logits = logits[:, :vocab]
-    full, column = logits.float(), (labels - first)[:, None]
-    # Ignored labels are negative, and so never here.
-    here = (column >= 0) & (column < vocab)
-    column = column.masked_fill(~here, 0)
-    ours = torch.stack((full.logsumexp(-1), full.gather(-1, column).masked_fill(~here, 0)[:, 0]))
+    ours = row_parts(logits, labels, vocab, first)
     every = ours.new_empty(group.size(), *ours.shape)
     gather_into(every.flatten(0, 1), ours, group)
-    lse, picked = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-    losses, cross_entropy = row_losses(lse, picked, labels, z_loss)
-    if with_gradient:
-        logits.copy_(logits_gradient_(full, lse, column, -here.to(full.dtype), labels, z_loss))
-    return losses, cross_entropy
+    return joined_losses_(logits, labels, every, z_loss, with_gradient, vocab, first)

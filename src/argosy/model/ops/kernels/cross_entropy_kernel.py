@@ -1,8 +1,9 @@
 """Turn rows of logits into losses and, in place, into the gradient of the logits.
 
 A program reads a row twice: once for the sum of exponentials, and once, while the row is still in the cache, to overwrite it.
-Eviction hints keep the first read in the cache and let the second read and the write leave it. Another kernel scales the
-resulting gradients and rounds them to their precision in one pass.
+Eviction hints keep the first read in the cache and let the second read and the write leave it. If several ranks have parts of a row,
+one kernel makes the first read and another, once the parts are exchanged, the second. A third scales the resulting gradients and
+rounds them to their precision in one pass.
 """
 
 from __future__ import annotations
@@ -19,50 +20,67 @@ _LANES, _EACH, _NARROW = 1024, 16, 1 << 16
 
 
 @triton.jit
+def _log_sum_exp(start, width, vocab, LANES: tl.constexpr, EACH: tl.constexpr):
+    """Return the log-sum-exp of a row of `width` logits, of which the first `vocab` count; of none it is -inf."""
+    # Every lane keeps its own maximum and sum, and rescales the sum once per EACH logits.
+    highest = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    for first in range(0, width, LANES * EACH):
+        cols = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last")
+        x = tl.where(cols < vocab, logit.to(tl.float32), float("-inf"))
+        higher = tl.maximum(highest, tl.max(x, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
+        highest = higher
+    peak = tl.max(highest, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    return peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
+
+
+@triton.jit
+def _write_gradient(start, width, vocab, column, lse, z_loss, B: tl.constexpr):
+    """Overwrite a row of logits with their gradient. `column` is that of the label."""
+    factor = 1.0 + 2.0 * z_loss * lse
+    for first in range(0, width, B):
+        cols = first + tl.arange(0, B)
+        logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_first")
+        gradient = tl.exp(logit.to(tl.float32) - lse) * factor
+        gradient = tl.where(cols == column, gradient - 1.0, gradient)
+        gradient = tl.where(cols < vocab, gradient, 0.0)
+        gradient = gradient.to(start.dtype.element_ty)
+        tl.store(start + cols, gradient, mask=cols < width, eviction_policy="evict_first")
+
+
+@triton.jit
+def _ignore_row(start, losses, cross_entropies, row, width, GRADIENT: tl.constexpr, B: tl.constexpr):
+    tl.store(losses + row, 0.0)
+    tl.store(cross_entropies + row, 0.0)
+    if GRADIENT:
+        for first in range(0, width, B):
+            cols = first + tl.arange(0, B)
+            tl.store(start + cols, tl.zeros((B,), start.dtype.element_ty), mask=cols < width)
+
+
+@triton.jit
 def _softmax_loss(
     logits, labels, losses, cross_entropies, width, vocab, z_loss, ignored, GRADIENT: tl.constexpr, LANES: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    B: tl.constexpr = LANES * EACH
     start = logits + row * width
     label = tl.load(labels + row)
     if label == ignored:
-        tl.store(losses + row, 0.0)
-        tl.store(cross_entropies + row, 0.0)
-        if GRADIENT:
-            for first in range(0, width, B):
-                cols = first + tl.arange(0, B)
-                tl.store(start + cols, tl.zeros((B,), logits.dtype.element_ty), mask=cols < width)
+        _ignore_row(start, losses, cross_entropies, row, width, GRADIENT, LANES * EACH)
     else:
-        # Every lane keeps its own maximum and sum, and rescales the sum once per EACH logits.
-        highest = tl.full((LANES,), float("-inf"), tl.float32)
-        total = tl.zeros((LANES,), tl.float32)
-        for first in range(0, width, B):
-            cols = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-            logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last")
-            x = tl.where(cols < vocab, logit.to(tl.float32), float("-inf"))
-            higher = tl.maximum(highest, tl.max(x, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
-            highest = higher
-        peak = tl.max(highest, 0)
-        lse = peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
+        lse = _log_sum_exp(start, width, vocab, LANES, EACH)
         cross_entropy = lse - tl.load(start + label).to(tl.float32)
         tl.store(cross_entropies + row, cross_entropy)
         tl.store(losses + row, cross_entropy + z_loss * lse * lse)
         if GRADIENT:
             # The label's logit must be read before it is overwritten.
             tl.debug_barrier()
-            factor = 1.0 + 2.0 * z_loss * lse
-            for first in range(0, width, B):
-                cols = first + tl.arange(0, B)
-                logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_first")
-                gradient = tl.exp(logit.to(tl.float32) - lse) * factor
-                gradient = tl.where(cols == label, gradient - 1.0, gradient)
-                gradient = tl.where(cols < vocab, gradient, 0.0)
-                gradient = gradient.to(logits.dtype.element_ty)
-                tl.store(start + cols, gradient, mask=cols < width, eviction_policy="evict_first")
+            _write_gradient(start, width, vocab, label, lse, z_loss, LANES * EACH)
 
 
 def softmax_loss_(
@@ -73,10 +91,69 @@ def softmax_loss_(
     The padding is read and written too: with a row's end at a multiple of 16, loads and stores are vectors up to there.
     """
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
-    lanes = _LANES if logits.shape[1] > _NARROW else _LANES // 2
+    lanes = _lanes(logits)
     _softmax_loss[(len(logits),)](
         logits, labels, losses[0], losses[1], logits.shape[1], vocab, z_loss, IGNORED, with_gradient, lanes,
         _EACH, num_warps=lanes // 32,
+    )  # fmt: skip
+    return losses[0], losses[1]
+
+
+def _lanes(logits: Tensor) -> int:
+    return _LANES if logits.shape[1] > _NARROW else _LANES // 2
+
+
+@triton.jit
+def _row_parts(logits, labels, parts, rows, width, vocab, begin, LANES: tl.constexpr, EACH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * width
+    column = tl.load(labels + row) - begin
+    here = (column >= 0) & (column < vocab)
+    tl.store(parts + row, _log_sum_exp(start, width, vocab, LANES, EACH))
+    tl.store(parts + rows + row, tl.load(start + column, mask=here, other=0.0).to(tl.float32))
+
+
+def row_parts(logits: Tensor, labels: Tensor, vocab: int, first: int) -> Tensor:
+    """Return what `argosy.model.ops.cross_entropy.row_parts` returns, computed by one kernel."""
+    parts = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+    lanes = _lanes(logits)
+    _row_parts[(len(logits),)](
+        logits, labels, parts, len(logits), logits.shape[1], vocab, first, lanes, _EACH, num_warps=lanes // 32
+    )
+    return parts
+
+
+@triton.jit
+def _joined_losses(
+    logits, labels, parts, losses, cross_entropies, count, rows, width, vocab, begin, z_loss, ignored,
+    GRADIENT: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * width
+    label = tl.load(labels + row)
+    if label == ignored:
+        _ignore_row(start, losses, cross_entropies, row, width, GRADIENT, B)
+    else:
+        part = tl.arange(0, PARTS)
+        sums = tl.load(parts + part * 2 * rows + row, mask=part < count, other=float("-inf"))
+        peak = tl.max(sums, 0)
+        lse = peak + tl.log(tl.sum(tl.exp(sums - peak), 0))
+        picked = tl.sum(tl.load(parts + (part * 2 + 1) * rows + row, mask=part < count, other=0.0), 0)
+        tl.store(cross_entropies + row, lse - picked)
+        tl.store(losses + row, lse - picked + z_loss * lse * lse)
+        if GRADIENT:
+            _write_gradient(start, width, vocab, label - begin, lse, z_loss, B)
+
+
+def joined_losses_(
+    logits: Tensor, labels: Tensor, parts: Tensor, z_loss: float, with_gradient: bool, vocab: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `argosy.model.ops.cross_entropy.joined_losses_` returns, computed by one kernel."""
+    losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+    lanes = _lanes(logits)
+    _joined_losses[(len(logits),)](
+        logits, labels, parts, losses[0], losses[1], len(parts), len(logits), logits.shape[1], vocab, first, z_loss,
+        IGNORED, with_gradient, triton.next_power_of_2(len(parts)), lanes * _EACH, num_warps=lanes // 32,
     )  # fmt: skip
     return losses[0], losses[1]
 
