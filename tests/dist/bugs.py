@@ -86,7 +86,7 @@ def unsent_gradients(ctx: Any, *gradients: Any) -> Any:
 
 def as_they_come(chosen: Tensor, experts: int) -> Permutation:
     """Rows left in the order they arrived in, whichever expert they are for."""
-    rows = torch.arange(len(chosen))
+    rows = torch.arange(len(chosen), device=chosen.device)
     return Permutation(rows, rows[:, None], sort_by_expert(chosen, experts).offsets)
 
 

@@ -27,7 +27,9 @@ def claim(place: int) -> None:
         torch.cuda.set_device(place % gpus)
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         if gpus < MOST_RANKS:
-            os.environ["NCCL_HOSTID"] = f"h{place}"
+            # One connection for each pair: a case of eight ranks spends most of its time on connecting.
+            few = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS"), "1")
+            os.environ.update(few, NCCL_HOSTID=f"h{place}", NCCL_RAS_ENABLE="0")
 
 
 def own_device() -> torch.device:

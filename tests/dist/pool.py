@@ -26,10 +26,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+import torch.distributed as dist
+
 from argosy.compat import FLIGHT_RECORD, flight_record
+from dist.devices import BACKEND, claim
 
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
 LATE_S = 150.0  # a rank that takes longer notes its stacks and collectives, before NCCL ends it for that
+# torch 2.11 keeps the meshes of sharded parameters, and their groups, for good.
+FORGETS_MESHES = not torch.__version__.startswith("2.11.")
 
 
 class RankFailed(AssertionError):
@@ -101,11 +107,6 @@ class Pool:
 
 
 def _serve(pipe: Connection, place: int, stacks: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from dist.devices import BACKEND, claim
-
     os.environ.update(FLIGHT_RECORD)
     torch.set_num_threads(1)
     claim(place)

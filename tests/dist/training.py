@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
+from argosy.model import attention
 from argosy.model.build import initial_weights
 from argosy.model.ops.matmul import separable
 from argosy.parallel.data_parallel import DataParallel
@@ -25,7 +28,7 @@ from argosy.parallel.tensor.region import EarlySum
 from argosy.tasks.task_registry import TASKS
 from argosy.train.optimizer import Optimizer
 from argosy.train.step import take_step
-from dist.devices import own_mesh
+from dist.devices import ON_GPU, own_mesh
 
 SEQ, VOCAB, BATCH = 16, 67, 16  # a vocabulary no number of ranks divides
 _SIZES = ["layers=4", "hidden=32", "heads=4", f"vocab_size={VOCAB}", f"max_seq_len={SEQ}", "ffn=64", "init_std=0.2"]
@@ -122,8 +125,24 @@ def share_of(batch: Batch, mesh: Mesh) -> Batch:
     return batch.rows(mesh.data_rank * share, (mesh.data_rank + 1) * share)
 
 
+def drawing_alike(spec: RunSpec) -> AbstractContextManager[Any]:
+    """Let all layouts drop the same on a GPU, where torch's attention kernels draw masks of their own: attention in plain torch."""
+
+    def plainly(case: attention.Case, scale: float | None) -> attention.Attend:
+        return partial(attention._attend_dropping, case, attention.explicit_bias(case), scale)
+
+    if not ON_GPU or not spec.model.dropout:
+        return nullcontext()
+    return patch.object(attention, "BACKENDS", (attention.Backend("plain", lambda case: None, plainly),))
+
+
 def train_steps(model: str, layout: str, steps: int) -> Trace:
     spec = spec_of(model, layout)
+    with drawing_alike(spec):
+        return _train(model, spec, steps)
+
+
+def _train(model: str, spec: RunSpec, steps: int) -> Trace:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)

@@ -229,16 +229,27 @@ def _pieces_refuse(case: Case) -> str | None:
 
 
 def _pieces(case: Case, scale: float | None) -> Attend:
+    return _by_pieces(case, partial(_attend_last, case.dropout, scale))
+
+
+def _as_last(dropout: float, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention of queries that are the last of the keys."""
     # Imported here because it loads torch's compiler, which takes more than a second.
     from torch.nn.attention.bias import causal_lower_right
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), dropout_p=case.dropout, scale=scale,
-            enable_gqa=_grouped(q, k),
-        )  # fmt: skip
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=_grouped(q, k)
+    )
 
-    return _by_pieces(case, attend)
+
+_attend_last = _as_last
+
+
+def hide_pieces_from_compiler() -> None:
+    """Exclude pieces of the queries from torch.compile: torch 2.11's compiler expects other strides of their 32-bit gradients."""
+    global _attend_last
+    _attend_last = torch.compiler.disable(_as_last)
 
 
 def _flex_refuses(case: Case) -> str | None:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from argosy.compat import COSTLY_OPERATIONS, tell_compiler
 from argosy.config.seeds import derive_seed
+from argosy.model.attention import hide_pieces_from_compiler
 from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIONS
 from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
@@ -82,6 +83,7 @@ def apply_compile(model: nn.Module, scope: str) -> None:
     """Apply torch.compile to the model, or to each block. Nothing is compiled before the first forward pass."""
     tell_compiler()
     hide_from_compiler()
+    hide_pieces_from_compiler()
     for module in (model,) if scope == "model" else blocks_of(model):
         module.compile()
 
