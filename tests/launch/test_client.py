@@ -472,7 +472,7 @@ def test_after_a_stop_it_goes_on_with_another_number_of_nodes(
     assert stopped == [f"JobSet {RUN}"]
     assert ("configmaps", f"{RUN}-spec") in server.objects
     assert [r[2] for r in server.requests if r[0] == "DELETE"] == [{"propagationPolicy": "Foreground"}]
-    launch(*TRAIN_ONLY, "cluster.nodes=4", "parallel.dp_shard=16", follow=False)
+    launch(*TRAIN_ONLY, "cluster.nodes=4", "parallel.dp_shard=8", follow=False)
     job = server.objects["jobsets", RUN]["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["parallelism"] == 4
 

@@ -104,7 +104,7 @@ def _templates(node: Any) -> Iterable[dict[str, Any]]:
 
 
 def test_a_rack_of_one_nvlink_domain_claims_its_channel() -> None:
-    rack = ["cluster.instance=p6e-gb200.36xlarge", "parallel.dp_shard=4", "cluster.cpus=100", "cluster.memory=800Gi"]
+    rack = ["cluster.instance=p6e-gb200.36xlarge", "parallel.dp_shard=2", "cluster.cpus=100", "cluster.memory=800Gi"]
     documents = list(objects_of(render(place(GPU_EXAMPLE, rack))))
     domain, *more = [d for d in documents if d["kind"] == "ComputeDomain"]
     assert more == [domain], "preflight needs it before training does"

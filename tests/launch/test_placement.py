@@ -234,7 +234,7 @@ CPUS = [
     "cluster.cpus=8",
     "cluster.memory=16Gi",
     "parallel.dp_replicate=1",
-    "parallel.dp_shard=2",
+    "parallel.dp_shard=1",
 ]
 
 
@@ -255,7 +255,7 @@ def test_a_variable_from_a_secret_takes_the_place_of_our_own() -> None:
 
 
 def test_a_part_of_a_nodes_gpus_comes_with_that_part_of_the_rest() -> None:
-    whole, half = place(GPU_EXAMPLE), place(GPU_EXAMPLE, ["cluster.gpus=4", "parallel.dp_shard=4"])
+    whole, half = place(GPU_EXAMPLE), place(GPU_EXAMPLE, ["cluster.gpus=4", "parallel.dp_shard=2"])
     assert (whole.gpus, whole.cpus, whole.memory_gib, whole.nics) == (8, 86, 1036, ("vpc.amazonaws.com/efa", 4))
     assert (half.gpus, half.cpus, half.memory_gib, half.nics) == (4, 43, 518, ("vpc.amazonaws.com/efa", 2))
 
@@ -265,7 +265,7 @@ BIG = ["model=gpt3-175b", "data.seq_len=2048", "train.global_batch=64"]
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic_unless_one_insists() -> None:
     """A layout of the user's own, far beyond the memory of 16 GPUs."""
-    layout = [*BIG, "parallel.dp_replicate=1", "parallel.dp_shard=16"]
+    layout = [*BIG, "parallel.dp_replicate=1", "parallel.dp_shard=16", "parallel.tp=1"]
     with pytest.raises(ArgosyError) as refusal:
         place(GPU_EXAMPLE, layout)
     assert refusal.value.code == "plan.does-not-fit"

@@ -47,7 +47,7 @@ def test_rendering_needs_neither_torch_nor_the_kubernetes_client() -> None:
 
 def test_the_plan_says_what_was_resolved_and_what_is_expected() -> None:
     planned = json.loads(render(place(GPU_EXAMPLE))[PLAN])
-    assert planned["layout"] == "dp_replicate 2 x dp_shard 8"
+    assert planned["layout"] == "dp_replicate 2 x dp_shard 4 x tp 2"
     assert planned["fabric"] == "efa"
     assert planned["prediction"]["fits"]
     assert planned["stages"]["train"][:2] == ["argosy", "train"]

@@ -224,7 +224,7 @@ def test_lion_keeps_one_tensor_and_moves_fewer_bytes(tmp_path: Path) -> None:
 
 def test_newton_schulz_has_the_products_of_its_formula() -> None:
     """An iteration computes X X^T, its square, and the result times X: 4 m^2 n + 2 m^3 FLOPs at the rate of large matmuls."""
-    rates = Rates(sms=132, product=6e14, narrow=6e14, attention=3e14, memory=1e20)
+    rates = Rates(sms=132, product=6e14, narrow=6e14, attention=3e14, pieces=3e14, memory=1e20)
     cluster = parse_cluster("1xH100")
     links = calibration().links(cluster)
     rank = UpdatingRank(Work(resolve_model("gpt2"), 1024, 8), Layout(), cluster, links, rates, layers=1)

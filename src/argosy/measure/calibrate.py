@@ -70,7 +70,7 @@ def calibrate(device: torch.device) -> Measured:
 
 def measure(device: torch.device, gpu: Gpu, sizes: Sizes) -> Measured:
     sixteen = gpu.peak() * 1e12
-    ideal = Rates(gpu.sms, sixteen, sixteen, sixteen, gpu.bandwidth * 1e9)
+    ideal = Rates(gpu.sms, sixteen, sixteen, sixteen, sixteen, gpu.bandwidth * 1e9)
     eight = gpu.peak("fp8") * 1e12 if "fp8" in gpu.dense else None
     x = torch.randn(sizes.tokens, sizes.width, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = torch.randn(sizes.outputs, sizes.width, dtype=torch.bfloat16, device=device, requires_grad=True)

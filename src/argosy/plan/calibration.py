@@ -43,16 +43,20 @@ class Stack(Section):
     logit: float
     loss: float
     accumulated: float = 0.0
+    copied: float = 0.0
+    ends: bool = False
     chunked_loss: bool = False
     narrow_inputs: bool = False
     keeps_gathered: bool = False
     attention: Literal["native", "flash", "unfused"]
+    attention_pieces: bool = False
     repeats_heads: bool = False
     fused: bool = True
     plain: bool = False
     replays: bool = False
     replays_routed: bool = False
     routes_once: bool = False
+    dispatch: float = 1.0
     selective: Literal["products", "half", "scores"]
     hooked: bool = False
     early_stop: bool = False
@@ -92,6 +96,7 @@ class Calibration(Section):
             product=product,
             narrow=narrow,
             attention=gpu.peak() * 1e12 * self.constants.get(f"attention.{gpu.name}", attention),
+            pieces=gpu.peak() * 1e12 * self.constants["attention.pieces"],
             memory=gpu.bandwidth * 1e9 * self._share("memory", gpu),
             passes=self.constants["passes.fused" if stack.fused else "passes.eager"],
         )

@@ -122,7 +122,9 @@ def _attention(
     model, seq = work.model, work.seq_len
     width = work.sizes.query / layout.tp
     if stack.attention != "unfused":
-        forward = 4 * tokens * _keys(work) * width / rates.attention
+        # Context parallelism cuts the queries into pieces.
+        rate = rates.pieces if layout.cp > 1 and stack.attention_pieces else rates.attention
+        forward = 4 * tokens * _keys(work) * width / rate
         return forward, BACKWARD_ATTENTION * forward
     heads = max(1, round(model.heads / layout.tp)) * layout.micro_batch
     forward = product(rates, seq / layout.cp, seq, model.head_dim, groups=heads)
@@ -164,11 +166,20 @@ def layer_parameters(work: Work, layout: Layout) -> float:
 
 
 def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
-    """Return the bytes that gradient accumulation moves for one layer. Sharded gradients are reduced first, and cost nothing here."""
+    """Return the bytes that gradient accumulation moves for one layer."""
+    own = sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout)
+    return own * _accumulated(work, layout, stack)
+
+
+def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
+    """Return the bytes that gradient accumulation moves for a parameter. Sharded gradients are reduced first, and cost nothing here."""
     once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
-    if once or (layout.zero == 3 and layout.pp == 1):
-        return 0.0
-    return stack.accumulated * (sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout))
+    return 0.0 if once or gathers(layout) else stack.accumulated
+
+
+def gathers(layout: Layout) -> bool:
+    """Return whether weights are all-gathered in each micro-batch. In a pipeline they stay gathered."""
+    return layout.zero == 3 and layout.pp == 1
 
 
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
@@ -184,7 +195,8 @@ def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -
     modules = known.constants["launch.plain" if stack.plain else "launch.modules"]
     share = work.sizes.expert_layers
     others = 1 - share if stack.replays_routed else 1.0
-    return (3 + again) * modules * (others + (known.constants["launch.experts"] - 1) * share)
+    experts = known.constants["launch.experts"] * (stack.dispatch if layout.ep > 1 else 1.0)
+    return (3 + again) * modules * (others + (experts - 1) * share)
 
 
 def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
@@ -198,10 +210,26 @@ def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
     return forward.elements + (forward.products / 2 if stack.selective == "half" else 0.0)
 
 
+def embedding_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
+    """Return the seconds of the embedding for one micro-batch: of its activations, and of its parameters, whose gradient is zeroed."""
+    # Tensor-parallel ranks mask what they do not have, and sum what they have.
+    activations = (24 if layout.tp > 1 else 12) * tokens * work.sizes.hidden
+    parameters = 0.0 if work.frozen else work.sizes.embedding / layout.tp
+    return stack.ends * (activations + (2 + _end_bytes(work, layout, stack)) * parameters) / rates.memory
+
+
 def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
     """Return the seconds of output head and loss for one micro-batch."""
     # All stacks pad the vocabulary.
     vocab = work.model.padded_vocab(layout.tp) // layout.tp
     tokens *= work.sizes.predicted
     ahead, back = linear(rates, tokens, work.sizes.hidden, vocab)
-    return ahead + (ahead if work.frozen else back) + stack.loss * tokens * vocab / rates.memory
+    # A tied head on the rank of the embedding is the same parameter.
+    own = 0.0 if work.frozen or (work.model.tied and layout.pp == 1) else work.sizes.hidden * vocab
+    copies = stack.ends * _end_bytes(work, layout, stack) * own / rates.memory
+    return ahead + (ahead if work.frozen else back) + stack.loss * tokens * vocab / rates.memory + copies
+
+
+def _end_bytes(work: Work, layout: Layout, stack: Stack) -> float:
+    """Return the bytes moved for a parameter of embedding or head, beside matmuls."""
+    return stack.copied if gathers(layout) else _accumulated(work, layout, stack)

@@ -7,8 +7,8 @@ collective takes bytes / bandwidth, and a latency for each doubling of the group
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import log2
+from dataclasses import dataclass, replace
+from math import inf, log2
 
 from argosy.plan.hardware import Cluster
 from argosy.plan.layouts import Layout
@@ -23,6 +23,10 @@ class Links:
     near_latency: float
     far_latency: float
     domain: int
+
+    def unlimited(self) -> Links:
+        """Return links with the same latency that move any number of bytes in no time."""
+        return replace(self, near=inf, far=inf)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from argosy.plan.hardware import Cluster
 from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import StageMemory, stage_memory
 from argosy.plan.plan_report import duration
-from argosy.plan.time import bubble_seconds, micro_batch_time, once_a_step
+from argosy.plan.time import MicroBatchTime, bubble_seconds, micro_batch_time, once_a_step
 
 
 @dataclass(frozen=True)
@@ -102,23 +102,28 @@ class RankPlan:
         return stage_memory(self.work, self.layout, self.stack, self.known, stage)
 
     def compute(self, stage: int, cluster: Cluster) -> Seconds:
-        """Return the predicted compute of a rank of a stage in a step."""
-        micro = micro_batch_time(self.work, self.layout, cluster, self.stack, self.known)
-        update = once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro)[1]
-        return Seconds(self.micro_batches * micro.compute(stage), update)
+        """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing."""
+        alone = self._micro_batch(cluster, alone=True)
+        update = once_a_step(self.work, self.layout, cluster, self.stack, self.known, alone)[1]
+        return Seconds(self.micro_batches * alone.compute(stage), update)
+
+    def _micro_batch(self, cluster: Cluster, *, alone: bool = False) -> MicroBatchTime:
+        return micro_batch_time(self.work, self.layout, cluster, self.stack, self.known, alone=alone)
 
     def step(self, measured: Mapping[int, Seconds], cluster: Cluster) -> MeasuredStep:
         """Return the step that follows from the compute measured on one rank of some of the stages."""
-        micro = micro_batch_time(self.work, self.layout, cluster, self.stack, self.known)
+        micro, alone = self._micro_batch(cluster), self._micro_batch(cluster, alone=True)
         m, stages = self.micro_batches, range(self.layout.pp)
-        predicted = {stage: m * micro.compute(stage) for stage in stages}
+        predicted = {stage: m * alone.compute(stage) for stage in stages}
+        # What communication adds: the time it is exposed, and what it slows down.
+        added = [together - alone.compute(stage) for stage, together in enumerate(micro.stages)]
         scale = mean(seconds.passes / predicted[stage] for stage, seconds in measured.items())
         passes = [measured[s].passes if s in measured else scale * predicted[s] for s in stages]
-        busy = [passes[stage] / m + micro.communication(stage) for stage in stages]
+        busy = [passes[stage] / m + added[stage] for stage in stages]
         slowest = busy.index(max(busy))
         gradients, _ = once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro)
         update = max(seconds.update for seconds in measured.values())
-        communication = m * micro.communication(slowest) + gradients
+        communication = m * added[slowest] + gradients
         bubble, outside = bubble_seconds(self.layout, m, busy), self.known.constants["step"]
         spent = passes[slowest] + communication + bubble + update + outside
         waiting = spent * self.known.constants["straggle"] * log2(max(1, cluster.nodes))

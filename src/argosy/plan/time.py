@@ -20,6 +20,8 @@ from argosy.plan.kernels import Rates
 from argosy.plan.layer import (
     Pass,
     accumulated_bytes,
+    embedding_seconds,
+    gathers,
     head_seconds,
     host_seconds,
     layer_parameters,
@@ -66,7 +68,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """Seconds of one micro-batch, forward and backward: of a layer by term, of the output head, and of the sends of a rank.
+    """Seconds of one micro-batch, forward and backward: of a layer by term, of the embedding, of the output head, and of the sends of
+    a rank.
 
     `layers` is the number of layers of each pipeline rank, and `forward` the part of a layer that is its forward pass.
     """
@@ -74,31 +77,32 @@ class MicroBatchTime:
     layout: Layout
     layers: tuple[int, ...]
     layer: dict[str, float]
+    embedding: float
     head: float
     hops: float
     forward: float
 
-    def head_of(self, stage: int) -> float:
-        return self.head if self.layout.ends(stage)[1] else 0.0
+    def ends_of(self, stage: int) -> float:
+        first, last = self.layout.ends(stage)
+        return first * self.embedding + last * self.head
 
     def compute(self, stage: int) -> float:
         """Return the seconds in which a rank of a stage computes."""
-        return self.layers[stage] * sum(self.layer.get(name, 0.0) for name in ACTIVE) + self.head_of(stage)
-
-    def communication(self, stage: int) -> float:
-        """Return the seconds in which a rank of a stage waits for collectives and messages."""
-        return self.layers[stage] * sum(self.layer.get(name, 0.0) for name in COMMUNICATION) + self.hops
+        return self.layers[stage] * sum(self.layer.get(name, 0.0) for name in ACTIVE) + self.ends_of(stage)
 
     @cached_property
     def stages(self) -> list[float]:
         """Seconds of one rank of each pipeline stage."""
         each = sum(self.layer.values())
-        return [count * each + self.hops + self.head_of(stage) for stage, count in enumerate(self.layers)]
+        return [count * each + self.hops + self.ends_of(stage) for stage, count in enumerate(self.layers)]
 
 
-def micro_batch_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> MicroBatchTime:
+def micro_batch_time(
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, *, alone: bool = False
+) -> MicroBatchTime:
+    """Return the seconds of a micro-batch. `alone`: of a rank whose collectives are launched, and move nothing."""
     rates = known.rates(cluster.gpu, stack, work.precision)
-    links = known.links(cluster)
+    links = known.links(cluster).unlimited() if alone else known.links(cluster)
     tokens = work.seq_len * layout.micro_batch / layout.cp
     forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
     layer = _layer_terms(work, layout, cluster, stack, known, links, rates, tokens, forward, backward)
@@ -108,6 +112,7 @@ def micro_batch_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack,
         layout,
         stage_layers(work, layout, levelled=stack.levelled),
         layer,
+        embedding_seconds(work, layout, stack, rates, tokens),
         head_seconds(work, layout, stack, rates, tokens),
         2 * layout.vpp * hop * (1 - known.hidden(stack, "send")),
         forward.total,
@@ -131,7 +136,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     m = work.micro_batches(layout)
     for name, seconds in micro.layer.items():
         terms[name] += m * micro.layers[slowest] * seconds
-    terms["head"] += m * micro.head_of(slowest)
+    terms["head"] += m * micro.ends_of(slowest)
     terms["pipeline"] += m * micro.hops
     terms["bubble"] = bubble_seconds(layout, m, micro.stages)
     terms["gradients"], terms["optimiser"] = once_a_step(work, layout, cluster, stack, known, micro)
@@ -182,7 +187,7 @@ def _layer_terms(
     # The host launches every collective too.
     if launched:
         launched += reduces * latency(links, ranks)
-    exposed, slowdown = _gathered(work, layout, cluster, links, known, max(busy, launched) + tensor)
+    exposed, slowdown = _gathered(work, layout, cluster, stack, links, rates, known, max(busy, launched) + tensor)
     return {
         "products": forward.products + backward.products,
         "attention": forward.attention + backward.attention,
@@ -242,18 +247,22 @@ def _distinct(places: float, drawn: int) -> float:
 
 
 def _gathered(
-    work: Work, layout: Layout, cluster: Cluster, links: Links, known: Calibration, compute: float
-) -> tuple[float, float]:
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, links: Links, rates: Rates, known: Calibration,
+    compute: float,
+) -> tuple[float, float]:  # fmt: skip
     """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatter for one layer, and the slowdown of what they overlap.
 
-    A pipeline keeps its gathered weights for all micro-batches.
+    A slowdown is at least the time of the copies of what is gathered and reduced. A pipeline keeps its gathered weights for all
+    micro-batches.
     """
-    if layout.zero < 3 or layout.pp > 1:
+    if not gathers(layout):
         return 0.0, 0.0
     # Forward, backward, and the reduce-scatter of gradients, which frozen weights do not have.
     times = (3 if work.reshard else 2) - work.frozen
-    moved = times * gather(links, group(layout, "shards", cluster), 2 * layer_parameters(work, layout))
-    return max(0.0, moved - compute), known.constants["interference"] * min(moved, compute)
+    parameters = layer_parameters(work, layout)
+    moved = times * gather(links, group(layout, "shards", cluster), 2 * parameters)
+    copied = times / 3 * stack.copied * parameters / rates.memory
+    return max(0.0, moved - compute), max(copied, known.constants["interference"] * min(moved, compute))
 
 
 def _once(
