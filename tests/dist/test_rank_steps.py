@@ -181,12 +181,15 @@ def test_a_rank_outside_of_the_job_is_refused() -> None:
         ranks_asked(spec_of("gpt", "dp_shard=4"), "4")
 
 
-def test_a_plan_measured_as_predicted_is_the_plan() -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"), [("moe", "pp=2 dp_shard=2 tp=2 cp=2 ep=2"), ("gpt", "dp_shard=8 tp=2 optim.name=muon")]
+)
+def test_a_plan_measured_as_predicted_is_the_plan(model: str, layout: str) -> None:
     """Compute replaces compute: nothing is counted twice, nothing is lost."""
-    spec = spec_of("moe", "pp=2 dp_shard=2 tp=2 cp=2 ep=2")
+    spec = spec_of(model, layout)
     plan, cluster = RankPlan.of(spec, "bf16"), parse_cluster("2xp5.48xlarge")
     expected = step_time(plan.work, plan.layout, cluster, plan.stack, plan.known)
-    measured = {stage: plan.compute(stage, cluster) for stage in range(2)}
+    measured = {stage: plan.compute(stage, cluster) for stage in range(plan.layout.pp)}
     assert plan.step(measured, cluster).total == pytest.approx(expected.total, rel=1e-6)
     # The stage that was not measured is as much slower as the one that was.
     slower = Seconds(2 * measured[0].passes, measured[0].update)

@@ -17,9 +17,10 @@ from argosy.plan.advise import predict
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import find_gpu, parse_cluster
 from argosy.plan.kernels import Rates, efficiency
+from argosy.plan.layer import layer_parameters
 from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.links import group
-from argosy.plan.time import StepTime, step_time
+from argosy.plan.time import StepTime, micro_batch_time, step_time
 from argosy.plan.updating_rank import UpdatingRank
 
 
@@ -105,6 +106,41 @@ def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> No
     assert time_of(work, Layout(dp=8), "8xH100", "megatron").terms["accumulation"] == 0
     # ZeRO-3 reduces gradients to a shard first.
     assert time_of(work, Layout(dp=8, zero=3), "8xH100").terms["accumulation"] == 0
+
+
+def test_zero_3_costs_its_copies_even_if_nothing_is_gathered_slowly() -> None:
+    work = Work(resolve_model("llama2-7b"), 4096, 64)
+    known, cluster, layout = calibration(), parse_cluster("8xH100"), Layout(dp=8, zero=3, micro_batch=8)
+    stack = known.stacks["argosy"]
+    copies = stack.copied * layer_parameters(work, layout) / known.rates(cluster.gpu, stack, "bf16").memory
+    alone = micro_batch_time(work, layout, cluster, stack, known, alone=True)
+    assert alone.layer["slowdown"] == pytest.approx(copies)
+    # A gather less; and adapters beside weights that have no gradients.
+    adapted = replace(work, model=resolve_model("llama2-7b", ["lora={rank: 8}"]))
+    for cheaper in (replace(work, reshard=False), adapted):
+        assert micro_batch_time(cheaper, layout, cluster, stack, known, alone=True).layer["slowdown"] < copies
+    # What the copies of the ends take is not lost.
+    without = micro_batch_time(work, layout, cluster, stack.model_copy(update={"ends": False}), known, alone=True)
+    assert (without.embedding, alone.embedding > 0, alone.head > without.head) == (0, True, True)
+
+
+def test_pieces_of_the_queries_are_slower_and_no_faster_than_the_gpu_is_said_to_be() -> None:
+    known, gpu = calibration(), find_gpu("H100")
+    stack = known.stacks["argosy"]
+    rates = known.rates(gpu, stack, "bf16")
+    assert rates.pieces < rates.attention
+    slow = known.model_copy(update={"constants": {**known.constants, "attention.H100": 0.2}})
+    measured = slow.rates(gpu, stack, "bf16")
+    assert measured.pieces == measured.attention < rates.pieces
+    work = Work(resolve_model("llama3-8b"), 32768, 8)
+    whole, cut = (time_of(work, layout, "8xH100").terms["attention"] for layout in (Layout(tp=8), Layout(tp=4, cp=2)))
+    assert cut == pytest.approx(whole * rates.attention / rates.pieces)
+
+
+def test_the_host_of_an_expert_parallel_rank_has_more_to_launch() -> None:
+    work = Work(resolve_model("qwen3-30b-a3b"), 4096, 64)
+    apart, together = (time_of(work, Layout(dp=16, zero=3, ep=ep), "16xH100").terms["launches"] for ep in (8, 1))
+    assert apart > together
 
 
 def test_a_stack_that_hides_the_backward_reduction_waits_less_for_tensor_parallelism() -> None:

@@ -91,12 +91,14 @@ class Calibration(Section):
         width = WIDTH.get(gpu.architecture or "", 1)
         native = stack.attention == "native" and width > 1
         attention = self.constants["attention.native"] if native else self.constants["attention.flash"] / width
+        attention = self.constants.get(f"attention.{gpu.name}", attention)
         return Rates(
             sms=gpu.sms,
             product=product,
             narrow=narrow,
-            attention=gpu.peak() * 1e12 * self.constants.get(f"attention.{gpu.name}", attention),
-            pieces=gpu.peak() * 1e12 * self.constants["attention.pieces"],
+            attention=gpu.peak() * 1e12 * attention,
+            # Kernels of torch's, which use no more of Blackwell than of Hopper.
+            pieces=gpu.peak() * 1e12 * min(attention, self.constants["attention.pieces"] * min(1.0, 2 / width)),
             memory=gpu.bandwidth * 1e9 * self._share("memory", gpu),
             passes=self.constants["passes.fused" if stack.fused else "passes.eager"],
         )

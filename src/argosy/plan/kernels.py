@@ -30,8 +30,8 @@ class Rates:
     """The rates a GPU reaches with a stack.
 
     `product` is FLOP/s of large 16-bit matmuls, and `narrow` of matmuls with inputs of 8 bits or fewer (`product` if the GPU has
-    none). `attention` is FLOP/s of attention, `pieces` of attention of pieces of the queries, and `memory` bytes/s. `passes` is the bytes that element-wise kernels move, relative
-    to the minimum with everything fused.
+    none). `attention` is FLOP/s of attention, `pieces` of attention of pieces of the queries, and `memory` bytes/s. `passes` is the
+    bytes that element-wise kernels move, relative to the minimum with everything fused.
     """
 
     sms: int

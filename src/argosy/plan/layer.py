@@ -1,6 +1,6 @@
-"""Time of one layer and of the output head on one rank, without communication.
+"""Time of one layer, of the embedding and of the output head on one rank, without communication.
 
-It has five parts: matmuls, attention and element-wise kernels of both passes, recompute in the backward pass, host time for kernel
+A layer has five parts: matmuls, attention and element-wise kernels of both passes, recompute in the backward pass, host time for kernel
 launches, and gradient accumulation.
 """
 
@@ -214,8 +214,9 @@ def embedding_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, to
     """Return the seconds of the embedding for one micro-batch: of its activations, and of its parameters, whose gradient is zeroed."""
     # Tensor-parallel ranks mask what they do not have, and sum what they have.
     activations = (24 if layout.tp > 1 else 12) * tokens * work.sizes.hidden
-    parameters = 0.0 if work.frozen else work.sizes.embedding / layout.tp
-    return stack.ends * (activations + (2 + _end_bytes(work, layout, stack)) * parameters) / rates.memory
+    zeroed = 0 if work.frozen else 2
+    of_parameters = (zeroed + _end_bytes(work, layout, stack)) * work.sizes.embedding / layout.tp
+    return stack.ends * (activations + of_parameters) / rates.memory
 
 
 def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
@@ -225,11 +226,13 @@ def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens:
     tokens *= work.sizes.predicted
     ahead, back = linear(rates, tokens, work.sizes.hidden, vocab)
     # A tied head on the rank of the embedding is the same parameter.
-    own = 0.0 if work.frozen or (work.model.tied and layout.pp == 1) else work.sizes.hidden * vocab
+    own = 0.0 if work.model.tied and layout.pp == 1 else work.sizes.hidden * vocab
     copies = stack.ends * _end_bytes(work, layout, stack) * own / rates.memory
     return ahead + (ahead if work.frozen else back) + stack.loss * tokens * vocab / rates.memory + copies
 
 
 def _end_bytes(work: Work, layout: Layout, stack: Stack) -> float:
-    """Return the bytes moved for a parameter of embedding or head, beside matmuls."""
-    return stack.copied if gathers(layout) else _accumulated(work, layout, stack)
+    """Return the bytes moved for a parameter of embedding or head, beside matmuls. What is gathered stays until the backward pass."""
+    if gathers(layout):
+        return (2 - work.frozen) / 3 * stack.copied
+    return 0.0 if work.frozen else _accumulated(work, layout, stack)

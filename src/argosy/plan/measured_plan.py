@@ -63,7 +63,7 @@ class MeasuredStep:
         """Say what was measured, what is predicted, and the step that follows."""
         return [
             f"measured   compute and memory, here: passes of the slowest stage {duration(self.passes)}, update {duration(self.update)}",
-            f"predicted  communication by the planner, for {self.cluster}: {duration(self.communication)} exposed; pipeline bubble "
+            f"predicted  communication by the planner, for {self.cluster}: {duration(self.communication)} added; pipeline bubble "
             f"{duration(self.bubble)}, overhead and stragglers {duration(self.rest)}",
             f"step       {duration(self.total)}, {self.tokens / self.total:,.0f} tokens/s",
         ]
@@ -104,8 +104,10 @@ class RankPlan:
     def compute(self, stage: int, cluster: Cluster) -> Seconds:
         """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing."""
         alone = self._micro_batch(cluster, alone=True)
-        update = once_a_step(self.work, self.layout, cluster, self.stack, self.known, alone)[1]
-        return Seconds(self.micro_batches * alone.compute(stage), update)
+        return Seconds(self.micro_batches * alone.compute(stage), self._once(cluster, alone, alone=True)[1])
+
+    def _once(self, cluster: Cluster, micro: MicroBatchTime, *, alone: bool = False) -> tuple[float, float]:
+        return once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro, alone=alone)
 
     def _micro_batch(self, cluster: Cluster, *, alone: bool = False) -> MicroBatchTime:
         return micro_batch_time(self.work, self.layout, cluster, self.stack, self.known, alone=alone)
@@ -121,9 +123,9 @@ class RankPlan:
         passes = [measured[s].passes if s in measured else scale * predicted[s] for s in stages]
         busy = [passes[stage] / m + added[stage] for stage in stages]
         slowest = busy.index(max(busy))
-        gradients, _ = once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro)
+        gradients, updating = self._once(cluster, micro)
         update = max(seconds.update for seconds in measured.values())
-        communication = m * added[slowest] + gradients
+        communication = m * added[slowest] + gradients + updating - self._once(cluster, alone, alone=True)[1]
         bubble, outside = bubble_seconds(self.layout, m, busy), self.known.constants["step"]
         spent = passes[slowest] + communication + bubble + update + outside
         waiting = spent * self.known.constants["straggle"] * log2(max(1, cluster.nodes))

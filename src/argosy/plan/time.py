@@ -102,7 +102,7 @@ def micro_batch_time(
 ) -> MicroBatchTime:
     """Return the seconds of a micro-batch. `alone`: of a rank whose collectives are launched, and move nothing."""
     rates = known.rates(cluster.gpu, stack, work.precision)
-    links = known.links(cluster).unlimited() if alone else known.links(cluster)
+    links = _links(cluster, known, alone)
     tokens = work.seq_len * layout.micro_batch / layout.cp
     forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
     layer = _layer_terms(work, layout, cluster, stack, known, links, rates, tokens, forward, backward)
@@ -119,13 +119,19 @@ def micro_batch_time(
     )
 
 
+def _links(cluster: Cluster, known: Calibration, alone: bool) -> Links:
+    links = known.links(cluster)
+    return links.unlimited() if alone else links
+
+
 def once_a_step(
-    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, micro: MicroBatchTime
-) -> tuple[float, float]:
-    """Return the seconds of the parts that run once a step: the exposed gradient reduction, and the optimiser."""
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, micro: MicroBatchTime,
+    *, alone: bool = False,
+) -> tuple[float, float]:  # fmt: skip
+    """Return the seconds of the parts that run once a step: the exposed gradient reduction, and the optimiser. `alone` as above."""
     slowest = micro.stages.index(max(micro.stages))
     backward = micro.layers[slowest] * (sum(micro.layer.values()) - micro.forward)
-    rates, links = known.rates(cluster.gpu, stack, work.precision), known.links(cluster)
+    rates, links = known.rates(cluster.gpu, stack, work.precision), _links(cluster, known, alone)
     return _once(work, layout, cluster, stack, known, links, rates, backward)
 
 
