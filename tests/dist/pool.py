@@ -50,21 +50,21 @@ class Pool:
 
     def run(self, n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)`, a function of an importable module, returns on each of n ranks."""
-        self._grow(n)
         with tempfile.TemporaryDirectory() as directory:
             name = f"{function.__module__}:{function.__qualname__}"
-            for rank, pipe in enumerate(self._pipes[:n]):
-                pipe.send((name, arguments, rank, n, str(Path(directory) / "store")))
-            end = time.monotonic() + CASE_S
             try:
+                self._grow(n)
+                for rank, pipe in enumerate(self._pipes[:n]):
+                    pipe.send((name, arguments, rank, n, str(Path(directory) / "store")))
+                end = time.monotonic() + CASE_S
                 answers = [self._answer(rank, end) for rank in range(n)]
-            except BaseException:  # a time limit of the test's
+            except BaseException:  # a time limit of the test's, or a rank that is gone
                 self.close()
                 raise
         failures = [(rank, text) for rank, (fine, text) in enumerate(answers) if not fine]
         if failures:
             self.close()  # the others may be waiting for the one that failed
-            first = min(failures, key=lambda failure: "Connection closed by peer" in failure[1])
+            first = min(failures, key=lambda failure: _from_others(failure[1]))
             raise RankFailed(f"rank {first[0]} of {n}:\n{first[1]}{self._waited(n)}")
         return [value for _, value in answers]
 
@@ -147,6 +147,12 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
             record.cancel()
             late.close()
             freeze()  # what the case imported: the compiler alone is half a million objects, which each case after it would walk
+
+
+def _from_others(failure: str) -> int:
+    """How likely another rank's failure caused this one: what a rank raised itself comes first."""
+    signs = ("the process ended", "by peer", "no answer within")
+    return max((place for place, sign in enumerate(signs, 1) if sign in failure), default=0)
 
 
 def _note_collectives(file: TextIO) -> None:

@@ -54,6 +54,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "cp=4": "mpt",
     "cp=2 dp_shard=2": "gpt",
     "cp=2 cp_kind=ulysses model.dropout=0.1 recompute=full": "gpt",
+    "cp=2 recompute=selective": "llama",
     "cp=2 dp_replicate=2": "packed",
     "cp=2 dp_shard=2 cp_kind=ulysses": "packed",
     "cp=2 cp_kind=ulysses dp_shard=2 recompute=selective": "moe",

@@ -74,6 +74,28 @@ def test_some_queries_get_what_they_get_among_all(mask: Mask, monkeypatch: pytes
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pieces_of_the_queries_can_be_recomputed() -> None:
+    share = Share((1, 2), 4)
+    attend = by_name("pieces").prepare(case(Mask(True), queries=share), None)
+
+    class Block(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(share.take(x.exp(), 2), x, x)
+
+    torch.manual_seed(1)
+    x = torch.randn(2, HEADS, SEQ, HEAD_DIM, device=DEVICE, requires_grad=True)
+    gradients = {}
+    for how in ("none", "selective", "full"):
+        block = Block()
+        if how != "none":
+            recompute_block(block, how)
+        block(x).square().sum().backward()
+        gradients[how], x.grad = x.grad, None
+    assert torch.equal(gradients["none"], gradients["selective"])
+    assert torch.equal(gradients["none"], gradients["full"])
+
+
 FLASH = flash.refusal(DEVICE, torch.bfloat16, HEAD_DIM) is None
 FLASH_DTYPE = torch.bfloat16 if FLASH else torch.float32
 FLASH_SHARES = [(mask, None) for mask in (Mask(True), Mask(False), Mask(True, window=1), Mask(True, window=7))] + [

@@ -218,6 +218,12 @@ def test_without_gradients_the_loss_alone_is_computed(monkeypatch: pytest.Monkey
         cross_entropy.linear_cross_entropy(hidden, weight, labels)
 
 
+@pytest.mark.parametrize("label", [11, -7])
+def test_a_label_outside_of_the_vocabulary_is_refused(label: int) -> None:
+    with kernels(False), pytest.raises(IndexError, match="the vocabulary has 11 entries"):
+        cross_entropy.linear_cross_entropy(torch.randn(2, 8), torch.randn(11, 8), torch.tensor([3, label]))
+
+
 @pytest.mark.parametrize(
     "preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m-alibi", "mixtral-8x7b", "bert-base", "t5-v1.1-small"]
 )

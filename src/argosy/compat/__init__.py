@@ -280,7 +280,7 @@ def _operations(*names: str) -> frozenset[Any]:
 COSTLY_OPERATIONS = _operations(
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_efficient_attention_forward", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable", "topk", "sort",
 ) | {torch.ops.higher_order.flex_attention}  # fmt: skip
 

@@ -9,7 +9,7 @@ every device, and the tests compare the others with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -194,11 +194,15 @@ def _by_pieces(case: Case, attend: Attend) -> Attend:
     size = case.seq // case.queries.of
 
     def attend_each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ends = [(piece + 1) * size for piece in case.queries.pieces]
-        pieces = zip(ends, q.split(size, dim=2), strict=True)
+        pieces = zip(_ends(case), q.split(size, dim=2), strict=True)
         return torch.cat([attend(queries, k[:, :, :end], v[:, :, :end]) for end, queries in pieces], dim=2)
 
     return attend_each
+
+
+def _ends(case: Case) -> list[int]:
+    """Return the end of each piece of the queries, among all tokens."""
+    return [(piece + 1) * (case.seq // case.queries.of) for piece in case.queries.pieces]
 
 
 def _sdpa_refuses(case: Case) -> str | None:
@@ -229,17 +233,21 @@ def _pieces_refuse(case: Case) -> str | None:
 
 
 def _pieces(case: Case, scale: float | None) -> Attend:
-    return _by_pieces(case, partial(_attend_last, case.dropout, scale))
-
-
-def _as_last(dropout: float, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention of queries that are the last of the keys."""
     # Imported here because it loads torch's compiler, which takes more than a second.
     from torch.nn.attention.bias import causal_lower_right
 
-    mask = causal_lower_right(q.shape[2], k.shape[2])
+    size = case.seq // case.queries.of
+    # Made here: inside a block, selective recompute would intercept what they are made with, and fail.
+    masks = {end: causal_lower_right(size, end) for end in _ends(case)}
+    return _by_pieces(case, partial(_attend_last, masks, case.dropout, scale))
+
+
+def _as_last(
+    masks: Mapping[int, Tensor], dropout: float, scale: float | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Compute causal attention of queries that are the last of the keys, with the mask for that many keys."""
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=_grouped(q, k)
+        q, k, v, attn_mask=masks[k.shape[2]], dropout_p=dropout, scale=scale, enable_gqa=_grouped(q, k)
     )
 
 

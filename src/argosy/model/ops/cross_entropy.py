@@ -158,6 +158,8 @@ def softmax_loss_(
         from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
         return fused(logits, labels, z_loss, with_gradient, vocab)
+    if logits.device.type == "cpu" and ((labels >= vocab) | (labels < 0) & (labels != IGNORED)).any():
+        raise IndexError(f"labels {int(labels.min())} to {int(labels.max())}: the vocabulary has {vocab} entries")
     return joined_losses_(logits, labels, row_parts(logits, labels, vocab)[None], z_loss, with_gradient, vocab)
 
 
