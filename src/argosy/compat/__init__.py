@@ -366,3 +366,8 @@ def filled(x: torch.Tensor) -> torch.Tensor:
     Under torch.compile it is a view: torch 2.11 loses the gradient of an output that was written in place.
     """
     return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
+def require_all(conditions: torch.Tensor, otherwise: str) -> None:
+    """Raise RuntimeError if not all conditions hold. On a GPU its kernel stops the process: the host does not wait for it."""
+    torch._assert_async(conditions.all(), otherwise)

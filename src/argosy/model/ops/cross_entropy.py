@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.compat import add_product
+from argosy.compat import add_product, require_all
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 
@@ -158,8 +158,8 @@ def softmax_loss_(
         from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
         return fused(logits, labels, z_loss, with_gradient, vocab)
-    if logits.device.type == "cpu" and ((labels >= vocab) | (labels < 0) & (labels != IGNORED)).any():
-        raise IndexError(f"labels {int(labels.min())} to {int(labels.max())}: the vocabulary has {vocab} entries")
+    known = (labels >= 0) & (labels < vocab) | (labels == IGNORED)
+    require_all(known, f"a label is not among the {vocab} entries of the vocabulary")
     return joined_losses_(logits, labels, row_parts(logits, labels, vocab)[None], z_loss, with_gradient, vocab)
 
 
