@@ -145,6 +145,7 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
             _forget_meshes(caches)
             faulthandler.cancel_dump_traceback_later()
             record.cancel()
+            record.join()
             late.close()
             freeze()  # what the case imported: the compiler alone is half a million objects, which each case after it would walk
 
@@ -166,7 +167,11 @@ def _note_collectives(file: TextIO) -> None:
 
 def gloo_threads() -> int:
     """How many threads of gloo's this process has: one for each group."""
-    return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
+    found = 0
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            found += "gloo" in comm.read_text()
+    return found
 
 
 def _caches() -> list[Any]:
