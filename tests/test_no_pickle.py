@@ -1,4 +1,5 @@
-"""No pickle: the lint that `make check` runs refuses every way to read or send one, and ranks exchange none."""
+"""No pickle: the lint that `make check` runs refuses every way to read or send one, and ranks exchange none. It also refuses batches
+of messages, for which NCCL waits until every rank of the group joins."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ PLANTED = [
     "from torch.distributed.distributed_c10d import scatter_object_list",
     "import torch.distributed.checkpoint as dcp",
     "from concurrent.futures import ProcessPoolExecutor",
+    "import torch.distributed as dist\n\ndist.batch_isend_irecv([])",
+    "from torch.distributed import batch_isend_irecv",
 ]
 
 
-def test_the_lint_refuses_every_planted_pickle_and_nothing_else(tmp_path: Path) -> None:
+def test_the_lint_refuses_everything_planted_and_nothing_else(tmp_path: Path) -> None:
     """With ruff's settings as `make check` has them."""
     clean = "import numpy as np\nimport torch\n\nprint(torch.zeros(1), np.zeros(1))"
     names = {f"planted_{number}.py": code for number, code in enumerate(PLANTED)} | {"clean.py": clean}

@@ -35,7 +35,7 @@ from dist.devices import BACKEND, claim
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
 LATE_S = 150.0  # a rank that takes longer notes its stacks and collectives, before NCCL ends it for that
 # torch 2.11 keeps the meshes of sharded parameters, and their groups, for good.
-FORGETS_MESHES = not torch.__version__.startswith("2.11.")
+KEEPS_MESHES = torch.__version__.startswith("2.11.")
 
 
 class RankFailed(AssertionError):

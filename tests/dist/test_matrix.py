@@ -10,7 +10,7 @@ import pytest
 
 from argosy.families.adapter_sizes import is_adapter
 from dist.norms import spread_norm
-from dist.pool import FORGETS_MESHES, Pool, gloo_threads
+from dist.pool import KEEPS_MESHES, Pool, gloo_threads
 from dist.training import (
     DECODERS,
     ENCODERS,
@@ -184,14 +184,12 @@ def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout:
     require_equal(model, layout, run(pool, model, layout, steps=steps))
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp_replicate=2", "cp=2", *(["pp=2 dp_shard=2", "dp_shard=2 tp=2"] if FORGETS_MESHES else [])]
-)
+@pytest.mark.skipif(KEEPS_MESHES, reason="torch 2.11 keeps the groups of DTensors itself")
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "cp=2", "pp=2 dp_shard=2", "dp_shard=2 tp=2"])
 def test_an_engine_that_is_dropped_takes_its_groups_with_it(pool: Pool, layout: str) -> None:
     """Nothing out of the garbage collector's sight holds it: hooks of parameters are."""
-    before = pool.run(1, gloo_threads)
     run(pool, "gpt", layout)
-    assert pool.run(1, gloo_threads) == before
+    assert pool.run(1, gloo_threads) == [0]
 
 
 @pytest.mark.parametrize(

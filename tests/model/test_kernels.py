@@ -176,8 +176,8 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(dtype: torch.dtype, z_loss: float, on: bool) -> None:
-    """With padding, in which nothing counts, and with a part that has no column at all."""
-    ends, rows = [0, 37, 5000, 5003, 5003], 6
+    """With padding, in which nothing counts."""
+    ends, rows = [0, 37, 5000, 5003], 6
     logits = (3 * torch.randn(rows, ends[-1])).to(DEVICE, dtype)
     labels = torch.randint(0, ends[-1], (rows,), device=DEVICE)
     labels[:4] = torch.tensor([0, 36, 5002, -100])

@@ -369,5 +369,5 @@ def filled(x: torch.Tensor) -> torch.Tensor:
 
 
 def require_all(conditions: torch.Tensor, otherwise: str) -> None:
-    """Raise RuntimeError if not all conditions hold. On a GPU its kernel stops the process: the host does not wait for it."""
+    """Raise RuntimeError if not all conditions hold. On a GPU the host does not wait: it learns of the failure with a later call."""
     torch._assert_async(conditions.all(), otherwise)

@@ -20,6 +20,9 @@ BACKWARD_ATTENTION = 2.5
 BACKWARD_ELEMENTS = 1.7
 # Bytes per element to cast the input of an 8-bit matmul: read in 16 bits, written twice in 8 bits, plain and transposed.
 CAST_BYTES = 4
+# Bytes per element of the embedding's output, forward and backward; and those that tensor parallelism adds, whose ranks mask what they
+# do not have and sum what they have.
+EMBEDDED_BYTES, SUMMED_BYTES = 12, 12
 
 
 @dataclass
@@ -212,8 +215,7 @@ def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
 
 def embedding_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
     """Return the seconds of the embedding for one micro-batch: of its activations, and of its parameters, whose gradient is zeroed."""
-    # Tensor-parallel ranks mask what they do not have, and sum what they have.
-    activations = (24 if layout.tp > 1 else 12) * tokens * work.sizes.hidden
+    activations = (EMBEDDED_BYTES + SUMMED_BYTES * (layout.tp > 1)) * tokens * work.sizes.hidden
     zeroed = 0 if work.frozen else 2
     of_parameters = (zeroed + _end_bytes(work, layout, stack)) * work.sizes.embedding / layout.tp
     return stack.ends * (activations + of_parameters) / rates.memory

@@ -128,7 +128,9 @@ def once_a_step(
     work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, micro: MicroBatchTime,
     *, alone: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the seconds of the parts that run once a step: the exposed gradient reduction, and the optimiser. `alone` as above."""
+    """Return the seconds of the parts that run once a step: the exposed gradient reduction, and the optimiser.
+
+    `alone`: those of a rank whose collectives move nothing."""
     slowest = micro.stages.index(max(micro.stages))
     backward = micro.layers[slowest] * (sum(micro.layer.values()) - micro.forward)
     rates, links = known.rates(cluster.gpu, stack, work.precision), _links(cluster, known, alone)

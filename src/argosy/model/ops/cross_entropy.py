@@ -174,9 +174,7 @@ def row_parts(logits: Tensor, labels: Tensor, vocab: int, first: int = 0) -> Ten
         return fused(logits, labels, vocab, first)
     full = logits[:, :vocab].float()
     column, here = _columns(labels, vocab, first)
-    # A rank may have no column at all.
-    picked = full.gather(-1, column)[:, 0] if vocab else full.new_zeros(len(full))
-    return torch.stack((full.logsumexp(-1), picked.masked_fill(~here, 0)))
+    return torch.stack((full.logsumexp(-1), full.gather(-1, column)[:, 0].masked_fill(~here, 0)))
 
 
 def joined_losses_(
@@ -192,7 +190,7 @@ def joined_losses_(
     lse = parts[:, 0].logsumexp(0)
     cross_entropy = torch.where(counts, lse - parts[:, 1].sum(0), 0.0)
     losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
-    if with_gradient and vocab:
+    if with_gradient:
         gradient = logits[:, :vocab].float().sub_(lse[:, None]).exp_()
         if z_loss:
             gradient *= (1 + 2 * z_loss * lse)[:, None]

@@ -21,7 +21,7 @@ _LANES, _EACH, _NARROW = 1024, 16, 1 << 16
 
 @triton.jit
 def _log_sum_exp(start, width, vocab, LANES: tl.constexpr, EACH: tl.constexpr):
-    """Return the log-sum-exp of a row of `width` logits, of which the first `vocab` count; of none it is -inf."""
+    """Return the log-sum-exp of a row of `width` logits, of which the first `vocab` count."""
     # Every lane keeps its own maximum and sum, and rescales the sum once per EACH logits.
     highest = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
@@ -34,7 +34,6 @@ def _log_sum_exp(start, width, vocab, LANES: tl.constexpr, EACH: tl.constexpr):
         total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
         highest = higher
     peak = tl.max(highest, 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
     return peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
 
 
