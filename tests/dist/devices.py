@@ -24,7 +24,7 @@ def claim(place: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if ON_GPU:
         gpus = torch.cuda.device_count()
-        torch.cuda.set_device(place % gpus)
+        torch.cuda.set_device(own_place(place))
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         if gpus < MOST_RANKS:
             # One connection for each pair: a case of eight ranks spends most of its time on connecting.
@@ -34,6 +34,11 @@ def claim(place: int) -> None:
 
 def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
+
+
+def own_place(rank: int) -> int:
+    """Which GPU of this machine a rank of the pool has; its rank on a CPU."""
+    return rank % torch.cuda.device_count() if ON_GPU else rank
 
 
 def own_mesh(parallel: ParallelSpec) -> Mesh:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from argosy.compat import FLIGHT_RECORD, flight_record
+from argosy.compat.absent_peers import forget_meshes
 from dist.devices import BACKEND, claim
 
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
@@ -186,9 +187,9 @@ def _forget_meshes(caches: list[Any]) -> None:
     Each group of gloo's has a thread that wakes hundreds of times a second.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import _redistribute
 
-        getattr(debug, "_clear_fast_path_sharding_prop_cache", lambda: None)()
+        forget_meshes()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for cache in caches:
         cache.cache_clear()

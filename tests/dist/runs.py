@@ -27,7 +27,7 @@ from argosy.train.loop import fresh_weights
 from argosy.train.session import open_session
 from argosy.train.step import evaluate
 from argosy.train.task_scores import TaskEvaluation
-from dist.devices import own_mesh
+from dist.devices import own_mesh, own_place
 
 
 def read_batches(path: str, overrides: Sequence[str], count: int) -> list[list[list[int]]]:
@@ -46,7 +46,8 @@ def _joined(parallel: ParallelSpec, world: World, device: torch.device) -> Itera
 
 
 def train(path: str, overrides: Sequence[str]) -> int:
-    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), source="the pool")
+    rank = dist.get_rank()
+    world = World(rank, own_place(rank), dist.get_world_size(), source="the pool")
     with patch.object(runs, "joined", _joined):
         return runs.train(resolve(Path(path), overrides), Path(path), runs.TrainOptions(quiet=True), world)
 

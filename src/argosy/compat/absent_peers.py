@@ -38,16 +38,28 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
         # torch writes the rank before every line of an uncaught error, once more for each process group.
         sys.excepthook = hook
-        _forget_meshes()
+        forget_meshes()
 
 
-def _forget_meshes() -> None:
-    """Clear what DTensor remembers of layouts, by the shape of their mesh: the next ranks would find these process groups in it."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+def forget_meshes() -> None:
+    """Clear what DTensor remembers of layouts, by the shape of their mesh: the next ranks would find these process groups in it.
 
-        for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
-            getattr(debug, name, lambda: None)()
+    Each thread remembers its own. Backward passes on a GPU run in a thread of autograd's."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    _clear_layouts()
+    if torch.cuda.is_initialized():
+        with torch.enable_grad():
+            there = torch.zeros((), device="cuda", requires_grad=True) * 1
+            there.register_hook(lambda _: _clear_layouts())
+            there.backward()
+
+
+def _clear_layouts() -> None:
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        getattr(debug, name, lambda: None)()
 
 
 def has_peers() -> bool:

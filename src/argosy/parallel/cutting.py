@@ -1,20 +1,25 @@
 """Parameters sharded over ranks, each of which computes with its own shard.
 
 A sharded parameter is a DTensor, for storage only: reading it from its module returns this rank's shard, a plain tensor
-(`argosy.model.sharding.shardable`). The gradient of the shard becomes the gradient of the DTensor's local part.
+(`argosy.model.sharding.shardable`). The gradient of the shard becomes the gradient of the DTensor's local part. Micro-batches add to
+it without DTensor, whose operations on small tensors take the host longer than a GPU takes to compute a layer.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from argosy.compat import combined
+from argosy.compat import combined, is_summed_wide, is_watched
 from argosy.errors import ArgosyError
+from argosy.model.ops.matmul import SUM, GradientOf, summed
 from argosy.model.sharding import LOCAL
+from argosy.parallel.shards import local, spread_like
 
 
 def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> None:
@@ -39,10 +44,46 @@ def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> 
 
 
 def _part(mesh: DeviceMesh, parameter: nn.Parameter) -> Tensor:
-    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+    if not isinstance(parameter, DTensor) or (parameter.device_mesh is not mesh and parameter.device_mesh != mesh):
         # FSDP has sharded it further, and reads its own shard outside of a forward pass.
         return parameter
-    return parameter.to_local(grad_placements=parameter.placements)
+    if torch.compiler.is_compiling():
+        return parameter.to_local(grad_placements=parameter.placements)
+    part: Tensor = _Shard.apply(parameter)
+    setattr(part, SUM, partial(_add, parameter))
+    return part
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        # A gradient that was added to the sum, or deferred, stays None.
+        ctx.set_materialize_grads(False)
+        ctx.parameter = parameter
+        part = local(parameter)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        [gradient], parameter = gradients, ctx.parameter
+        if gradient is None or _add(parameter, partial(summed, gradient)):
+            return None
+        if parameter.grad is None or is_watched(parameter):
+            return spread_like(gradient, parameter)
+        local(parameter.grad).add_(gradient)
+        return None
+
+
+def _add(parameter: DTensor, gradient: GradientOf) -> bool:
+    """Add a gradient of this rank's shard to the sum of 32 bits that a parameter has. Return False if there is none, or if hooks
+    wait for it."""
+    if not is_summed_wide(parameter) or is_watched(parameter):
+        return False
+    if parameter.grad is None:
+        parameter.grad = spread_like(gradient(wide=True), parameter)
+    else:
+        gradient(local(parameter.grad))
+    return True
 
 
 def _require_shardable(owner: nn.Module, name: str) -> None:

@@ -92,7 +92,20 @@ class _Fp8Products(torch.autograd.Function):
                 d_x = part if d_x is None else d_x.add_(part)
             product = None
             if wanted[n]:
-                product = now_or_later(weight, partial(scaled_mm, d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype))
+                factors = d8.transposed, x8t.t(), d8.scale, x_scale
+                product = now_or_later(weight, partial(_product, factors, d_y.dtype))
             d_weights.append(product)
             d_biases.append(d_y.sum(0, dtype=torch.float32).to(bias_dtypes[n]) if wanted[count + n] else None)
         return None if d_x is None else d_x.view(shape), None, *d_weights, *d_biases
+
+
+def _product(
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
+    total: Tensor | None = None,
+    *,
+    wide: bool = False,
+) -> Tensor:
+    """Return the product of two factors with their scales, as a `GradientOf` does."""
+    found = scaled_mm(*factors, torch.float32 if wide or total is not None else dtype)
+    return found if total is None else total.add_(found)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from argosy.compat import grouped_mm
-from argosy.model.ops.matmul import now_or_later
+from argosy.model.ops.matmul import now_or_later, summed
 from argosy.model.ops.operators import operator
 
 # The kernel reads rows in units of 16 bytes: 8 bf16 values.
@@ -46,7 +46,7 @@ class _GroupedLinear(torch.autograd.Function):
         d_y = gradients[0].contiguous()
         d_x = _product(d_y, weight, offsets) if ctx.needs_input_grad[0] else None
         wanted = ctx.needs_input_grad[1]
-        d_weight = now_or_later(ctx.weight, partial(_outer, d_y, x, offsets)) if wanted else None
+        d_weight = now_or_later(ctx.weight, partial(_gradient, d_y, x, offsets)) if wanted else None
         return d_x, d_weight, None
 
 
@@ -58,6 +58,10 @@ def _product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Return a[rows of e]^T b[rows of e] for each expert: [rows, m] and [rows, n] -> [experts, m, n]."""
     return grouped_mm(a.t(), b, offsets) if _has_kernel(a, b) else outer_loop(a, b, offsets)
+
+
+def _gradient(d_y: Tensor, x: Tensor, offsets: Tensor, total: Tensor | None = None, *, wide: bool = False) -> Tensor:
+    return summed(_outer(d_y, x, offsets), total, wide=wide)
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
