@@ -22,6 +22,8 @@ from argosy.model.attention import BACKENDS, Backend, Case, Mask
 
 Shape = tuple[int, int, int, int, int]  # batch, tokens, heads, key/value heads, head_dim
 SHAPES: list[Shape] = [(4, 8192, 32, 8, 64), (32, 1024, 20, 20, 64), (2, 8192, 32, 8, 128), (16, 2048, 16, 16, 128)]
+# What tensor parallelism leaves of a model on one rank: llama3-70b over 8, llama3-8b over 4.
+SHAPES += [(1, 4096, 8, 1, 128), (2, 4096, 8, 2, 128)]
 TINY: list[Shape] = [(2, 256, 4, 2, 64)]
 # Plain attention with an explicit bias.
 EXACT = BACKENDS[-1]

@@ -134,6 +134,32 @@ def test_results_and_gradients_repeat_where_bits_must(
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("mask", ["plain", "documents"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "processors", "copies"),
+    [(8, 1, 8, 8), (8, 1, 4, 4), (8, 2, 5, 2), (8, 2, 2, 1), (6, 2, 3, 3), (4, 4, 99, 1)],
+)
+def test_few_programs_of_the_backward_pass_are_cut_by_query_heads(
+    heads: int, kv_heads: int, processors: int, copies: int, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    q, k, v, d_out = (torch.randn(1, 256, n, 128, device=DEVICE, dtype=DTYPE) for n in sizes)
+    form = Form(True, None, None, bounds_of(case(MASKS[mask](1, 256), 256)._replace(device=DEVICE)))
+    out, lse = hopper.forward(q, k, v, form)
+    found = []
+    for there in (0, processors):
+        monkeypatch.setattr(hopper, "processors", lambda _, there=there: there)
+        assert hopper._copies(q, k) == (copies if there else 1)
+        found.append(hopper.backward(d_out, q, k, v, out, lse, form))
+    for whole, cut in zip(*found, strict=True):
+        assert cut.shape == whole.shape
+        assert cut.dtype == whole.dtype
+        # Sums of parts are rounded once more.
+        assert float((cut - whole).float().norm() / whole.float().norm()) < (4e-3 if HOPPER else 1e-6)
+
+
 def test_the_kernels_get_tokens_at_equal_distances_in_steps_of_16_bytes() -> None:
     together = torch.randn(2, 128, 4, 3 * 64).bfloat16()
     for kept in (together[..., :64], together[..., 64:128], together[:1, ::2, ..., :64]):

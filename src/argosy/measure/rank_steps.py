@@ -30,7 +30,7 @@ from argosy.plan.hardware import GIB
 from argosy.plan.measured_plan import RankPlan, Seconds
 from argosy.plan.memory import in_flight
 from argosy.train.device import Memory, measure_memory, memory_of
-from argosy.train.kernel_profile import profile_step
+from argosy.train.kernel_profile import device_seconds, profile_step
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import parameter_names
 from argosy.train.step import take_step
@@ -42,13 +42,16 @@ _STEP = "step"
 
 @dataclass(frozen=True)
 class RankStep:
-    """The measured step of one rank. `compute` is that of the whole step, even if fewer micro-batches were run."""
+    """The measured step of one rank. Times are those of the whole step, even if fewer micro-batches were run."""
 
     rank: int
     # The place of the rank in its pipeline.
     stage: int
     parameters: int
+    # By the clock.
     compute: Seconds
+    # In which the GPU computed: the rest of `compute` it waited for the host. None on a CPU.
+    device_s: float | None
     memory: Memory
 
 
@@ -164,14 +167,22 @@ def measure_on(spec: RunSpec, mesh: Mesh, effort: Effort, trace: Path | None = N
         clock.mark(_STEP)
         take_step(engine, optimizer, batch, step=step, lr=spec.optim.lr, enter=clock.mark)
     clock.mark("end")
+    scale = spec.train.global_batch / (spec.parallel.micro_batch * spec.parallel.data_parallel * effort.micro_batches)
+    compute = _seconds(clock.intervals_ms(), scale)
+
+    def once_more() -> None:
+        take_step(engine, optimizer, batch, step=step + 1, lr=spec.optim.lr)
+
+    busy = device_seconds(once_more, device) if device.type == "cuda" else None
     if trace is not None:
-        profile_step(lambda: take_step(engine, optimizer, batch, step=step + 1, lr=spec.optim.lr), device, trace)
-    whole = spec.train.global_batch // (spec.parallel.micro_batch * spec.parallel.data_parallel)
+        profile_step(once_more, device, trace)
     return RankStep(
         rank=mesh.rank,
         stage=stage_of(spec, mesh.rank),
         parameters=sum(local(parameter).numel() for parameter in engine.model.parameters()),
-        compute=_seconds(clock.intervals_ms(), whole / effort.micro_batches),
+        compute=compute,
+        # The update is a few large kernels, which the GPU does not wait for.
+        device_s=None if busy is None else scale * (busy - compute.update) + compute.update,
         memory=measure_memory(engine.model, optimizer, device, accumulated=engine.accumulates(len(batch.tokens))),
     )
 

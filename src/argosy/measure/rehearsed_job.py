@@ -21,6 +21,8 @@ from argosy.plan.memory import StageMemory
 from argosy.plan.plan_report import duration
 from argosy.train.device import name_of, prepare_device
 
+# The share of a step from which on a wait for the host is worth telling.
+_WAITING = 0.1
 _UNKNOWN = ["step       not predicted: the planner does not know the GPUs of this job; name them with --cluster"]
 
 
@@ -37,7 +39,15 @@ class RankRow:
 
     @property
     def compute_error(self) -> float | None:
-        return None if self.planned is None else self.planned.total / self.measured.compute.total - 1
+        """The error of the predicted time in which the GPU computes. How fast its host is, the planner does not know."""
+        computed = self.measured.device_s
+        return None if self.planned is None or computed is None else self.planned.total / computed - 1
+
+    @property
+    def waiting(self) -> float:
+        """The share of the step in which the GPU waited for the host."""
+        measured = self.measured
+        return 0.0 if measured.device_s is None else max(0.0, 1 - measured.device_s / measured.compute.total)
 
     @property
     def memory_error(self) -> float | None:
@@ -50,7 +60,11 @@ class RankRow:
             "rank": measured.rank,
             "stage": measured.stage,
             "parameters": measured.parameters,
-            "measured": {**_seconds(measured.compute), "memory_gib": measured.memory.as_dict()},
+            "measured": {
+                **_seconds(measured.compute),
+                "device_s": None if measured.device_s is None else round(measured.device_s, 6),
+                "memory_gib": measured.memory.as_dict(),
+            },
             "planned": {
                 **({} if planned is None else _seconds(planned)),
                 "memory_gib": self.memory.as_dict(),
@@ -104,6 +118,7 @@ class RehearsedJob:
             "move nothing",
             "",
             *_table(self.rows),
+            *_waits(self.rows),
             "",
             *(_UNKNOWN if self.step is None else self.step.lines()),
             *(
@@ -186,16 +201,28 @@ def _seconds(seconds: Seconds) -> dict[str, float]:
 
 def _table(rows: Sequence[RankRow]) -> list[str]:
     """Return the ranks as lines: measured time and memory, those of the planner, and its errors."""
-    cells = [["stage", "rank", "passes", "update", "memory", "planned", "error", "planned memory", "error"]]
+    cells = [["stage", "rank", "passes", "update", "on the GPU", "planned", "error", "memory", "planned", "error"]]
     for row in rows:
-        measured, planned = row.measured, row.planned
+        measured, planned, computed = row.measured, row.planned, row.measured.device_s
         cells.append([
             str(measured.stage), str(measured.rank), duration(measured.compute.passes), duration(measured.compute.update),
-            f"{measured.memory.peak:.2f} GiB", "n/a" if planned is None else duration(planned.total), _percent(row.compute_error),
-            f"{row.memory.allocated:.2f} GiB", _percent(row.memory_error),
+            "n/a" if computed is None else duration(computed), "n/a" if planned is None else duration(planned.total),
+            _percent(row.compute_error), f"{measured.memory.peak:.2f} GiB", f"{row.memory.allocated:.2f} GiB",
+            _percent(row.memory_error),
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def _waits(rows: Sequence[RankRow]) -> list[str]:
+    """Say if the GPU waited for this machine's host."""
+    most = max(rows, key=lambda row: row.waiting)
+    if most.waiting < _WAITING:
+        return []
+    return [
+        f"the GPU waited for the host in {most.waiting:.0%} of the step of rank {most.measured.rank}: a faster host, a larger "
+        "parallel.micro_batch or less parallel.tp gives it more to do at a time"
+    ]
 
 
 def _percent(error: float | None) -> str:

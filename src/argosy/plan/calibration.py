@@ -43,6 +43,7 @@ class Stack(Section):
     logit: float
     loss: float
     accumulated: float = 0.0
+    sums_in_matmul: bool = False
     copied: float = 0.0
     ends: bool = False
     chunked_loss: bool = False

@@ -64,10 +64,9 @@ def layer_passes(
             (routed, sizes.hidden, inputs * width, local, share),
             (routed, width, sizes.hidden, local, share),
         ]
+    summed = 8.0 if _sums_in_matmul(work, layout, stack) else 2.0
     for rows, inner, outer, groups, share in linears:
-        ahead, back = linear(
-            rates, rows, inner, outer, narrow=narrow, groups=groups, summed=2.0 if stack.accumulated else 8.0
-        )
+        ahead, back = linear(rates, rows, inner, outer, narrow=narrow, groups=groups, summed=summed)
         forward.products += share * ahead
         forward.last = share * ahead
         # Frozen weights have no gradients: a backward pass multiplies once.
@@ -169,15 +168,28 @@ def layer_parameters(work: Work, layout: Layout) -> float:
 
 
 def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
-    """Return the bytes that gradient accumulation moves for one layer."""
+    """Return the bytes that gradient accumulation moves for one layer, beside its matmuls."""
     own = sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout)
-    return own * _accumulated(work, layout, stack)
+    share = 1.0
+    if _sums_in_matmul(work, layout, stack):
+        # Replicas wait for the gradients of the last micro-batch, which are added one by one.
+        share = 1 / work.micro_batches(layout) if layout.dp > 1 else 0.0
+    return own * share * _accumulated(work, layout, stack)
 
 
 def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
     """Return the bytes that gradient accumulation moves for a parameter. Sharded gradients are reduced first, and cost nothing here."""
+    return stack.accumulated if _accumulates(work, layout, stack) else 0.0
+
+
+def _sums_in_matmul(work: Work, layout: Layout, stack: Stack) -> bool:
+    """Return whether the matmul that computes a gradient adds it to the sum."""
+    return not stack.accumulated or (stack.sums_in_matmul and _accumulates(work, layout, stack))
+
+
+def _accumulates(work: Work, layout: Layout, stack: Stack) -> bool:
     once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
-    return 0.0 if once or gathers(layout) else stack.accumulated
+    return not once and not gathers(layout)
 
 
 def gathers(layout: Layout) -> bool:

@@ -102,9 +102,10 @@ class RankPlan:
         return stage_memory(self.work, self.layout, self.stack, self.known, stage)
 
     def compute(self, stage: int, cluster: Cluster) -> Seconds:
-        """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing."""
+        """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing and its host keeps up."""
         alone = self._micro_batch(cluster, alone=True)
-        return Seconds(self.micro_batches * alone.compute(stage), self._once(cluster, alone, alone=True)[1])
+        passes = self.micro_batches * alone.compute(stage, launches=False)
+        return Seconds(passes, self._once(cluster, alone, alone=True)[1])
 
     def _once(self, cluster: Cluster, micro: MicroBatchTime, *, alone: bool = False) -> tuple[float, float]:
         return once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro, alone=alone)

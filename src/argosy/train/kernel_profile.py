@@ -77,6 +77,19 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     return StepProfile(kinds, kernels, len(waits))
 
 
+def device_seconds(step: Callable[[], object], device: torch.device) -> float | None:
+    """Run one step on a GPU, and return the seconds in which any of its kernels ran. None if the profiler saw none."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize(device)
+    ran = [e.time_range for e in found.events() or [] if e.device_type.name == "CUDA" and not e.is_user_annotation]
+    busy, reached = 0.0, 0.0  # microseconds
+    for one in sorted(ran, key=lambda interval: interval.start):
+        busy += max(0.0, one.end - max(one.start, reached))
+        reached = max(reached, one.end)
+    return busy / 1e6 or None
+
+
 def write_trace(found: profile, path: Path) -> None:
     """Write a trace. Raise OSError if it is incomplete: the profiler itself does not raise when it cannot write."""
     path.write_bytes(b"")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops.choice import gpu_refusal, installed
+from argosy.model.ops.matmul import processors
 
 if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
@@ -20,8 +21,10 @@ _TRITON: Final = installed("triton")
 _MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
-# Sequence lengths must be a multiple of this.
+# Sequence lengths must be a multiple of this. It is also the number of keys of a program.
 _TOKENS = 128
+# Programs for each processor. Those of the first keys see all queries, those of the last keys none before them.
+_PROGRAMS = 1.5
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
@@ -81,9 +84,28 @@ def backward(
 
     kernels: Kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
     repeatable = torch.are_deterministic_algorithms_enabled()
+    copies = _copies(q, k)
+    if copies > 1:
+        k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
     last = form.bounds and form.bounds.last
-    return kernels.attend_backward(*rows, out, lse, _scale(form, q), last, repeatable=repeatable)
+    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last, repeatable=repeatable)
+    if copies > 1:
+        d_k, d_v = (t.unflatten(2, (-1, copies)).sum(3) for t in (d_k, d_v))
+    return d_q, d_k, d_v
+
+
+def _copies(q: Tensor, k: Tensor) -> int:
+    """Return how many copies of each KV head the backward pass uses, for as many parts of the query heads that share it.
+
+    A program has a block of keys of one KV head, and goes through all queries that see them. If there are few programs, most processors
+    are idle: tensor parallelism over as many ranks as the model has KV heads leaves one on each rank.
+    """
+    batch, seq, kv_heads, _ = k.shape
+    group = q.shape[2] // kv_heads
+    programs = batch * kv_heads * (seq // _TOKENS)
+    enough = _PROGRAMS * processors(q.device)
+    return next((n for n in range(1, group) if group % n == 0 and n * programs >= enough), group)
 
 
 def _scale(form: Form, q: Tensor) -> float:
