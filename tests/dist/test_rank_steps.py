@@ -189,7 +189,7 @@ def test_a_plan_measured_as_predicted_is_the_plan(model: str, layout: str) -> No
     spec = spec_of(model, layout)
     plan, cluster = RankPlan.of(spec, "bf16"), parse_cluster("2xp5.48xlarge")
     expected = step_time(plan.work, plan.layout, cluster, plan.stack, plan.known)
-    measured = {stage: plan.compute(stage, cluster) for stage in range(plan.layout.pp)}
+    measured = {stage: plan.compute(stage, cluster, launches=True) for stage in range(plan.layout.pp)}
     assert plan.step(measured, cluster).total == pytest.approx(expected.total, rel=1e-6)
     # The stage that was not measured is as much slower as the one that was.
     slower = Seconds(2 * measured[0].passes, measured[0].update)

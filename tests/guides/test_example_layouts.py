@@ -18,9 +18,8 @@ FULL, SLOWER = 0.95, 1.02
 GUIDES = EXAMPLES.parent / "docs" / "guides"
 # Layouts that an example and its guide compare with their own, and what they say about it.
 TIME, MEMORY = "planned {slower:.0f}% slower", "{memory:.0f} of {of:.0f} GiB"
-AS_FAST = "planned as fast"
 COMPARED = [
-    ("aks-gpt3-175b", "gpt3-on-aks", "tp=8 pp=16 dp_shard=4 micro_batch=8 recompute=selective", [AS_FAST]),
+    ("aks-gpt3-175b", "gpt3-on-aks", "tp=1 pp=1 dp_replicate=1 dp_shard=512 micro_batch=8 recompute=full", [TIME]),
     ("eks-llama2-7b", "llama-on-eks", "tp=2 dp_replicate=1 dp_shard=8 micro_batch=2", [TIME]),
     ("aks-mpt-30b", "mpt-on-aks", "dp_shard=128", [MEMORY]),
     ("aks-mpt-30b", "mpt-on-aks", "dp_replicate=2 dp_shard=64", [MEMORY]),
@@ -47,7 +46,7 @@ def test_the_comparisons_with_other_layouts_are_the_planners(
         "memory": other.fullest.device,
         "of": other.cluster.gpu.memory,
     }
-    assert (abs(numbers["slower"]) < 0.5) == (AS_FAST in claims or TIME not in claims)
+    assert (abs(numbers["slower"]) < 0.5) == (TIME not in claims)
     for claim in claims:
         for page in (path, GUIDES / f"{guide}.md"):
             text = " ".join(page.read_text().replace("\n#", "\n").split())
@@ -55,13 +54,14 @@ def test_the_comparisons_with_other_layouts_are_the_planners(
 
 
 def test_the_batch_of_the_largest_example_is_the_smallest_that_is_as_fast() -> None:
-    """docs/guides/gpt3-on-aks.md: with 4 sequences a GPU 1% less throughput, with 64 sequences 3% more, each with its best layout."""
+    """docs/guides/gpt3-on-aks.md: with 4 sequences a GPU 4% less throughput, with 64 sequences 1% more, each with its best layout."""
     path = EXAMPLES / "aks-gpt3-175b.yaml"
     of = {batch: planned(path, global_batch=batch).shown[0] for batch in (2048, 8192, 32768)}
     speed = {batch: batch / best.time.total / (8192 / of[8192].time.total) for batch, best in of.items()}
-    assert [round(100 * (speed[batch] - 1)) for batch in (2048, 32768)] == [-1, 3]
-    assert (of[2048].layout.tp, of[2048].layout.micro_batch) == (2, 2)
-    assert (of[32768].layout.tp, of[32768].layout.pp) == (8, 16)
+    assert [round(100 * (speed[batch] - 1)) for batch in (2048, 32768)] == [-4, 1]
+    assert {best.layout.tp for best in of.values()} == {4}
+    assert {best.layout.pp for best in of.values()} == {16}
+    assert (of[2048].layout.vpp, of[32768].layout.vpp) == (2, 1)
 
 
 @pytest.mark.parametrize("path", LAUNCHED, ids=lambda path: path.stem)

@@ -98,8 +98,17 @@ def test_experts_that_are_not_split_need_no_sums_over_tensor_parallel_ranks() ->
 
 def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> None:
     work = Work(resolve_model("llama2-7b"), 4096, 64)
-    few, many = (time_of(work, Layout(dp=8, micro_batch=size), "8xH100").terms["accumulation"] for size in (2, 1))
-    assert many == pytest.approx(2 * few)
+
+    def added(size: int, stack: str, **axes: int) -> float:
+        layout = Layout(**{"dp": 8, "micro_batch": size, **axes})
+        return time_of(work, layout, "8xH100", stack).terms["accumulation"]
+
+    assert 0 < added(1, "torch") == pytest.approx(2 * added(2, "torch"))
+    # Our matmuls accumulate too, but for the last gradients, which replicas wait for; not where FSDP keeps weights gathered.
+    assert 0 < added(1, "argosy") == pytest.approx(added(2, "argosy"))
+    assert added(1, "argosy", dp=1, tp=8) == 0
+    gathered = {"pp": 2, "dp": 4, "zero": 3}
+    assert 0 < added(1, "argosy", **gathered) == pytest.approx(2 * added(2, "argosy", **gathered))
     # One micro-batch needs no gradient accumulation.
     assert time_of(work, Layout(dp=8, micro_batch=8), "8xH100").terms["accumulation"] == 0
     # Megatron's matmuls accumulate.

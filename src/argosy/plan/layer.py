@@ -160,21 +160,23 @@ def _element_bytes(work: Work, layout: Layout) -> float:
 
 def layer_parameters(work: Work, layout: Layout) -> float:
     """Return the parameters of an average layer on one rank, before sharding over data-parallel ranks."""
+    return (work.sizes.attention + work.sizes.mlp) / layout.tp + expert_parameters(work, layout)
+
+
+def expert_parameters(work: Work, layout: Layout) -> float:
     sizes, moe = work.sizes, work.model.moe
-    own = (sizes.attention + sizes.mlp) / layout.tp
-    if moe is not None:
-        own += sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.expert_tp
-    return own
+    return 0.0 if moe is None else sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.expert_tp
 
 
 def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
     """Return the bytes that gradient accumulation moves for one layer, beside its matmuls."""
     own = sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout)
-    share = 1.0
-    if _sums_in_matmul(work, layout, stack):
-        # Replicas wait for the gradients of the last micro-batch, which are added one by one.
-        share = 1 / work.micro_batches(layout) if layout.dp > 1 else 0.0
-    return own * share * _accumulated(work, layout, stack)
+    if not _sums_in_matmul(work, layout, stack):
+        return own * _accumulated(work, layout, stack)
+    # Replicas wait for the gradients of the last micro-batch, which are added one by one.
+    apart = 1 / work.micro_batches(layout) if layout.dp > 1 else 0.0
+    experts = 0.0 if work.frozen else expert_parameters(work, layout)
+    return apart * own * _accumulated(work, layout, stack) + (1 - apart) * experts * stack.accumulated_groups
 
 
 def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
@@ -183,8 +185,9 @@ def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
 
 
 def _sums_in_matmul(work: Work, layout: Layout, stack: Stack) -> bool:
-    """Return whether the matmul that computes a gradient adds it to the sum."""
-    return not stack.accumulated or (stack.sums_in_matmul and _accumulates(work, layout, stack))
+    """Return whether the matmul that computes a gradient adds it to the sum. What is gathered has sums of its own."""
+    own = stack.sums_in_matmul and layout.zero < 3 and _accumulates(work, layout, stack)
+    return own or not stack.accumulated
 
 
 def _accumulates(work: Work, layout: Layout, stack: Stack) -> bool:

@@ -101,10 +101,11 @@ class RankPlan:
     def memory(self, stage: int) -> StageMemory:
         return stage_memory(self.work, self.layout, self.stack, self.known, stage)
 
-    def compute(self, stage: int, cluster: Cluster) -> Seconds:
-        """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing and its host keeps up."""
+    def compute(self, stage: int, cluster: Cluster, *, launches: bool = False) -> Seconds:
+        """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing. With `launches`, the time in
+        which it waits for its host is in it."""
         alone = self._micro_batch(cluster, alone=True)
-        passes = self.micro_batches * alone.compute(stage, launches=False)
+        passes = self.micro_batches * alone.compute(stage, launches=launches)
         return Seconds(passes, self._once(cluster, alone, alone=True)[1])
 
     def _once(self, cluster: Cluster, micro: MicroBatchTime, *, alone: bool = False) -> tuple[float, float]:
