@@ -1,7 +1,7 @@
 """Ranks of large jobs on one GPU: what they take and hold against the planner, and against the same ranks of a real job.
 
     python benchmarks/rehearsal.py                 both tables
-    python benchmarks/rehearsal.py plan [CASE …]   ranks of 7B to 175B models: measured against planned compute and memory
+    python benchmarks/rehearsal.py plan [CASE …]   ranks of 7B to 175B models: measured against planned time on the GPU and memory
     python benchmarks/rehearsal.py memory [CASE …] two NCCL ranks on this GPU: their memory against that of the rehearsal
     python benchmarks/rehearsal.py planned         the planner's figures for an H200; needs no GPU
 
@@ -185,8 +185,8 @@ def told(name: str, found: dict[str, Any]) -> str:
     measured, plan = found["measured"], found["planned"]
     return (
         f"{name:<20} memory {measured['memory_gib']['peak']:7.2f} GiB, planned {plan['memory_gib']['allocated']:7.2f} "
-        f"({found['memory_error']:+6.1%})   compute {measured['compute_s']:8.4f} s, planned {plan['compute_s']:8.4f} "
-        f"({found['compute_error']:+6.1%})"
+        f"({found['memory_error']:+6.1%})   on the GPU {measured['device_s']:8.4f} s, planned {plan['compute_s']:8.4f} "
+        f"({found['compute_error']:+6.1%}), elapsed {measured['compute_s']:8.4f}"
     )
 
 
