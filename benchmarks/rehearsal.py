@@ -166,7 +166,7 @@ def planned(case: Case) -> dict[str, Any]:
 
     spec = case.spec()
     plan, stage = RankPlan.of(spec, "bf16"), stage_of(spec, case.rank)
-    seconds = plan.compute(stage, parse_cluster(f"{case.ranks}x{PLANNED_ON}"))
+    seconds = plan.compute(stage, parse_cluster(f"{case.ranks}x{PLANNED_ON}"), launches=False)
     return {"memory_gib": plan.memory(stage).as_dict(), "compute_s": seconds.total, "micro_batches": plan.micro_batches}
 
 
@@ -185,7 +185,7 @@ def told(name: str, found: dict[str, Any]) -> str:
     measured, plan = found["measured"], found["planned"]
     return (
         f"{name:<20} memory {measured['memory_gib']['peak']:7.2f} GiB, planned {plan['memory_gib']['allocated']:7.2f} "
-        f"({found['memory_error']:+6.1%})   on the GPU {measured['device_s']:8.4f} s, planned {plan['compute_s']:8.4f} "
+        f"({found['memory_error']:+6.1%})   on the GPU {measured['device_s']:8.4f} s, planned {plan['device_s']:8.4f} "
         f"({found['compute_error']:+6.1%}), elapsed {measured['compute_s']:8.4f}"
     )
 

@@ -209,6 +209,20 @@ def test_between_micro_batches_a_rank_has_no_gradients_but_its_shards(pool: Pool
 
 
 @pytest.mark.parametrize(
+    "layout", ["dp_replicate=2", "dp_shard=2", "dp_shard=2 reshard=false", "dp_shard=2 tp=2", "pp=2 dp_shard=2 model.layers=2"]
+)  # fmt: skip
+def test_an_evaluation_changes_no_bit_of_the_steps_after_it(pool: Pool, layout: str) -> None:
+    """A run that resumes after the evaluation has not made it."""
+    layout = f"{layout} train.precision=bf16"
+    ranks = spec_of("llama", layout).parallel.world_size
+    without, evaluated = (pool.run(ranks, train_steps, "llama", layout, 3, evaluates) for evaluates in (False, True))
+    for plain, other in zip(without, evaluated, strict=True):
+        assert plain.losses == other.losses
+        assert plain.norms == other.norms
+        assert all(np.array_equal(weight, other.weights[name]) for name, weight in plain.weights.items())
+
+
+@pytest.mark.parametrize(
     ("model", "layout"),
     [
         *(("gpt", layout) for layout in ("dp_shard=2", "dp_replicate=2 dp_shard=2", "tp=2", "dp_shard=2 tp=2")),

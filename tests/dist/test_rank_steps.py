@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.measure import rank_steps, rehearsed_job
-from argosy.measure.rank_steps import ALL_STAGES, Effort, effort_of, ranks_asked, run_rank, stage_of
-from argosy.measure.rehearsed_job import rehearse_job
+from argosy.measure.rank_steps import ALL_STAGES, Effort, RankStep, effort_of, ranks_asked, run_rank, stage_of
+from argosy.measure.rehearsed_job import RankRow, rehearse_job
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.pipeline.stage_messages import Form, Mail
@@ -31,6 +32,7 @@ from argosy.parallel.shards import local
 from argosy.plan.hardware import parse_cluster
 from argosy.plan.measured_plan import RankPlan, Seconds, read_measured
 from argosy.plan.time import step_time
+from argosy.train.kernel_profile import DeviceTime
 from argosy.train.optimizer import Optimizer
 from dist.pool import Pool
 from dist.training import spec_of
@@ -197,6 +199,33 @@ def test_a_plan_measured_as_predicted_is_the_plan(model: str, layout: str) -> No
     assert found.passes == pytest.approx(2 * max(seconds.passes for seconds in measured.values()))
     assert found.communication == pytest.approx(plan.step(measured, cluster).communication)
     assert replace(found, passes=0.0).total < found.total
+
+
+def test_the_time_of_a_device_is_told_by_phase() -> None:
+    x, computing = torch.randn(400, 400), DeviceTime(CPU)
+    for name, products in (("forward_backward", 20), ("optimizer", 0), ("forward_backward", 20)):
+        computing.mark(name)
+        for _ in range(products):
+            torch.mm(x, x)
+        time.sleep(0.01)
+    computing.end()
+    computing.end()
+    assert computing.seconds["forward_backward"] > 0 == computing.seconds["optimizer"]
+    assert rank_steps._computed(computing.seconds, 3.0) == Seconds(
+        3 * computing.seconds["forward_backward"], computing.seconds["optimizer"]
+    )
+    assert rank_steps._computed({}, 3.0) is None
+
+
+def test_a_gpu_that_waits_for_its_host_is_told() -> None:
+    elapsed, nothing = Seconds(1.0, 0.1), cast("Any", None)
+    steps = [RankStep(rank, 0, 1, elapsed, Seconds(busy, 0.1), nothing) for rank, busy in ((0, 1.0), (7, 0.5))]
+    rows = [RankRow(step, elapsed, nothing, on_gpu=True) for step in steps]
+    assert rows[0].waiting == 0
+    assert rows[1].compute_error == pytest.approx(1.1 / 0.6 - 1)
+    assert rehearsed_job._waits(rows[:1]) == []
+    [line] = rehearsed_job._waits(rows)
+    assert "45% of the step of rank 7" in line
 
 
 def test_one_rank_of_each_stage_of_a_job_and_the_step_that_follows(

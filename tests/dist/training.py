@@ -136,13 +136,14 @@ def drawing_alike(spec: RunSpec) -> AbstractContextManager[Any]:
     return patch.object(attention, "BACKENDS", (attention.Backend("plain", lambda case: None, plainly),))
 
 
-def train_steps(model: str, layout: str, steps: int) -> Trace:
+def train_steps(model: str, layout: str, steps: int, evaluates: bool = False) -> Trace:
+    """Train. With `evaluates`, a batch is evaluated after each step."""
     spec = spec_of(model, layout)
     with drawing_alike(spec):
-        return _train(model, spec, steps)
+        return _train(model, spec, steps, evaluates)
 
 
-def _train(model: str, spec: RunSpec, steps: int) -> Trace:
+def _train(model: str, spec: RunSpec, steps: int, evaluates: bool) -> Trace:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
@@ -153,6 +154,8 @@ def _train(model: str, spec: RunSpec, steps: int) -> Trace:
         taken = take_step(engine, optimizer, share_of(batch, mesh), step=step, lr=spec.optim.lr)
         losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
         norms.append(float(taken.grad_norm))
+        if evaluates:
+            engine.evaluate(batch_of(model, 100 + step))
     return Trace(
         losses, norms, {name: whole(w).float().numpy(force=True).copy() for name, w in optimizer.weights().items()}
     )

@@ -152,11 +152,6 @@ def is_summed_wide(parameter: torch.Tensor) -> bool:
     return parameter.is_leaf and parameter.dtype != parameter.grad_dtype == torch.float32
 
 
-def is_watched(parameter: torch.Tensor) -> bool:
-    """True if hooks of a parameter wait for its gradients: autograd runs them when it accumulates."""
-    return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
-
-
 def fused_adamw_(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],

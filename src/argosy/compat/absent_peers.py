@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ def forget_meshes() -> None:
         return
     _clear_layouts()
     if torch.cuda.is_initialized():
-        with torch.enable_grad():
+        # After an error of the device nothing runs there any more, and that error is the one to tell.
+        with suppress(RuntimeError), torch.enable_grad():
             there = torch.zeros((), device="cuda", requires_grad=True) * 1
             there.register_hook(lambda _: _clear_layouts())
             there.backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -22,7 +23,7 @@ from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.measure.device_clock import DeviceClock
 from argosy.model.build import fill_like_initial
-from argosy.parallel.engine import Engine
+from argosy.parallel.engine import Engine, ignore_phase
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import local
@@ -30,7 +31,7 @@ from argosy.plan.hardware import GIB
 from argosy.plan.measured_plan import RankPlan, Seconds
 from argosy.plan.memory import in_flight
 from argosy.train.device import Memory, measure_memory, memory_of
-from argosy.train.kernel_profile import device_seconds, profile_step
+from argosy.train.kernel_profile import DeviceTime, profile_step
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import parameter_names
 from argosy.train.step import take_step
@@ -38,6 +39,8 @@ from argosy.train.step import take_step
 ALL_STAGES = "all-stages"
 # Begins a step on the clock.
 _STEP = "step"
+# The phase of the micro-batches.
+_PASSES = "forward_backward"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class RankStep:
     # By the clock.
     compute: Seconds
     # In which the GPU computed: the rest of `compute` it waited for the host. None on a CPU.
-    device_s: float | None
+    device: Seconds | None
     memory: Memory
 
 
@@ -170,10 +173,14 @@ def measure_on(spec: RunSpec, mesh: Mesh, effort: Effort, trace: Path | None = N
     scale = spec.train.global_batch / (spec.parallel.micro_batch * spec.parallel.data_parallel * effort.micro_batches)
     compute = _seconds(clock.intervals_ms(), scale)
 
-    def once_more() -> None:
-        take_step(engine, optimizer, batch, step=step + 1, lr=spec.optim.lr)
+    def once_more(enter: Callable[[str], None] = ignore_phase) -> None:
+        engine.on_phase = enter
+        take_step(engine, optimizer, batch, step=step + 1, lr=spec.optim.lr, enter=enter)
 
-    busy = device_seconds(once_more, device) if device.type == "cuda" else None
+    computing = DeviceTime(device)
+    if device.type == "cuda":
+        once_more(computing.mark)
+        computing.end()
     if trace is not None:
         profile_step(once_more, device, trace)
     return RankStep(
@@ -181,8 +188,7 @@ def measure_on(spec: RunSpec, mesh: Mesh, effort: Effort, trace: Path | None = N
         stage=stage_of(spec, mesh.rank),
         parameters=sum(local(parameter).numel() for parameter in engine.model.parameters()),
         compute=compute,
-        # The update is a few large kernels, which the GPU does not wait for.
-        device_s=None if busy is None else scale * (busy - compute.update) + compute.update,
+        device=_computed(computing.seconds, scale),
         memory=measure_memory(engine.model, optimizer, device, accumulated=engine.accumulates(len(batch.tokens))),
     )
 
@@ -197,6 +203,13 @@ def _start(spec: RunSpec, mesh: Mesh) -> tuple[Engine, Optimizer]:
     return engine, optimizer
 
 
+def _computed(seconds: dict[str, float], scale: float) -> Seconds | None:
+    """Return the compute of a step from the seconds of its phases. None if the profiler saw no kernels."""
+    rest = sum(spent for name, spent in seconds.items() if name != _PASSES)
+    found = Seconds(scale * seconds.get(_PASSES, 0.0), rest)
+    return found if found.total else None
+
+
 def _seconds(intervals: list[tuple[str, float]], scale: float) -> Seconds:
     """Return the median compute of a step. Only the passes grow with the number of micro-batches."""
     passes, updates = [], []
@@ -204,5 +217,5 @@ def _seconds(intervals: list[tuple[str, float]], scale: float) -> Seconds:
         if name == _STEP:
             passes.append(0.0)
             updates.append(0.0)
-        (passes if name == "forward_backward" else updates)[-1] += ms / 1000
+        (passes if name == _PASSES else updates)[-1] += ms / 1000
     return Seconds(scale * statistics.median(passes), statistics.median(updates))

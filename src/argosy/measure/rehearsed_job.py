@@ -40,14 +40,14 @@ class RankRow:
     @property
     def compute_error(self) -> float | None:
         """The error of the predicted time in which the GPU computes. How fast its host is, the planner does not know."""
-        computed = self.measured.device_s
-        return None if self.planned is None or computed is None else self.planned.total / computed - 1
+        computed = self.measured.device
+        return None if self.planned is None or computed is None else self.planned.total / computed.total - 1
 
     @property
     def waiting(self) -> float:
         """The share of the step in which the GPU waited for the host."""
         measured = self.measured
-        return 0.0 if measured.device_s is None else max(0.0, 1 - measured.device_s / measured.compute.total)
+        return 0.0 if measured.device is None else max(0.0, 1 - measured.device.total / measured.compute.total)
 
     @property
     def memory_error(self) -> float | None:
@@ -62,11 +62,11 @@ class RankRow:
             "parameters": measured.parameters,
             "measured": {
                 **_seconds(measured.compute),
-                "device_s": None if measured.device_s is None else round(measured.device_s, 6),
+                "device_s": None if measured.device is None else round(measured.device.total, 6),
                 "memory_gib": measured.memory.as_dict(),
             },
             "planned": {
-                **({} if planned is None else _seconds(planned)),
+                **({} if planned is None else {"device_s": round(planned.total, 6)}),
                 "memory_gib": self.memory.as_dict(),
             },
             "compute_error": self.compute_error,
@@ -165,7 +165,7 @@ def rehearse_job(
     rows = tuple(
         RankRow(
             measured=one,
-            planned=None if here is None else plan.compute(one.stage, here),
+            planned=None if here is None else plan.compute(one.stage, here, launches=False),
             memory=plan.memory(one.stage),
             on_gpu=device.type == "cuda",
         )
@@ -203,10 +203,10 @@ def _table(rows: Sequence[RankRow]) -> list[str]:
     """Return the ranks as lines: measured time and memory, those of the planner, and its errors."""
     cells = [["stage", "rank", "passes", "update", "on the GPU", "planned", "error", "memory", "planned", "error"]]
     for row in rows:
-        measured, planned, computed = row.measured, row.planned, row.measured.device_s
+        measured, planned, computed = row.measured, row.planned, row.measured.device
         cells.append([
             str(measured.stage), str(measured.rank), duration(measured.compute.passes), duration(measured.compute.update),
-            "n/a" if computed is None else duration(computed), "n/a" if planned is None else duration(planned.total),
+            "n/a" if computed is None else duration(computed.total), "n/a" if planned is None else duration(planned.total),
             _percent(row.compute_error), f"{measured.memory.peak:.2f} GiB", f"{row.memory.allocated:.2f} GiB",
             _percent(row.memory_error),
         ])  # fmt: skip
@@ -220,8 +220,8 @@ def _waits(rows: Sequence[RankRow]) -> list[str]:
     if most.waiting < _WAITING:
         return []
     return [
-        f"the GPU waited for the host in {most.waiting:.0%} of the step of rank {most.measured.rank}: a faster host, a larger "
-        "parallel.micro_batch or less parallel.tp gives it more to do at a time"
+        f"the GPU waited for this machine's host in {most.waiting:.0%} of the step of rank {most.measured.rank}; a larger parallel.micro_batch or "
+        "less parallel.tp gives it more to do for each kernel that is launched"
     ]
 
 

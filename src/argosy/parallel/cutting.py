@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from argosy.compat import combined, is_summed_wide, is_watched
+from argosy.compat import combined, is_summed_wide
 from argosy.errors import ArgosyError
 from argosy.model.ops.matmul import SUM, GradientOf, summed
 from argosy.model.sharding import LOCAL
@@ -68,16 +68,15 @@ class _Shard(torch.autograd.Function):
         [gradient], parameter = gradients, ctx.parameter
         if gradient is None or _add(parameter, partial(summed, gradient)):
             return None
-        if parameter.grad is None or is_watched(parameter):
+        if parameter.grad is None:
             return spread_like(gradient, parameter)
         local(parameter.grad).add_(gradient)
         return None
 
 
 def _add(parameter: DTensor, gradient: GradientOf) -> bool:
-    """Add a gradient of this rank's shard to the sum of 32 bits that a parameter has. Return False if there is none, or if hooks
-    wait for it."""
-    if not is_summed_wide(parameter) or is_watched(parameter):
+    """Add a gradient of this rank's shard to the sum that a parameter has in 32 bits. Return False if it has another."""
+    if not is_summed_wide(parameter):
         return False
     if parameter.grad is None:
         parameter.grad = spread_like(gradient(wide=True), parameter)

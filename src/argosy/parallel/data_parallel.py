@@ -117,6 +117,7 @@ def make_micro_batches(model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dro
         size=parallel.micro_batch,
         device=mesh.device,
         fp32_gradients=parallel.reduce == "fp32",
+        reduces_itself=mesh.has_fsdp,
         shard=input_cut(mesh),
     )
 

@@ -15,7 +15,6 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from argosy.compat import copy_
 from argosy.parallel.shards import local, spread_like
@@ -50,19 +49,18 @@ class GradientSums:
         self._group, self._dtype = group, dtype
         self._buckets = list(_buckets(trained, most))
         self._bucket_of = {parameter: n for n, bucket in enumerate(self._buckets) for parameter in bucket}
-        self._hooks: list[RemovableHandle] = []
+        self._hooked = False
         self._begin()
 
     def arm(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Take the next gradient of each of the parameters, by default all, as its last of the step."""
-        # A parameter's hooks are out of the garbage collector's sight: one that held this object would keep the model and the group.
-        arrived = WeakMethod(self._arrived)
-        for parameter in self._bucket_of if parameters is None else self._bucket_of.keys() & set(parameters):
-            # Until the end of the step: the gradients of a parameter without hooks are summed without autograd.
-            hook = parameter.register_post_accumulate_grad_hook(
-                lambda p: None if (call := arrived()) is None else call(p)
-            )
-            self._hooks.append(hook)
+        if not self._hooked:
+            self._hooked = True
+            # A parameter's hooks are out of the garbage collector's sight: one that held this object would keep the model and the group.
+            arrived = WeakMethod(self._arrived)
+            for parameter in self._bucket_of:
+                parameter.register_post_accumulate_grad_hook(lambda p: None if (call := arrived()) is None else call(p))
+        self._armed.update(self._bucket_of if parameters is None else parameters)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the gradients that the parameters have now as those of the step."""
@@ -82,9 +80,7 @@ class GradientSums:
         self._begin()
 
     def _begin(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._armed: set[nn.Parameter] = set()
         # Parameters whose gradient may still change, and how many each bucket has of them.
         self._missing = dict.fromkeys(self._bucket_of)
         self._counts = [len(bucket) for bucket in self._buckets]
@@ -92,7 +88,8 @@ class GradientSums:
         self._sums: list[_Sum] = []
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        self.complete((parameter,))
+        if parameter in self._armed:
+            self.complete((parameter,))
 
     @torch.no_grad()
     def _launch(self) -> None:

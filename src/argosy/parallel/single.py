@@ -105,15 +105,17 @@ class MicroBatches:
         size: int,
         device: torch.device,
         fp32_gradients: bool = False,
+        reduces_itself: bool = False,
         shard: Callable[[Inputs, Objective], tuple[Inputs, Objective]] | None = None,
     ) -> None:
         """Args:
         size: samples in a micro-batch.
         fp32_gradients: keep gradients in 32 bits even where a step has only one micro-batch.
+        reduces_itself: FSDP keeps the gradients, in a precision of its own.
         shard: cuts the inputs of a micro-batch for this rank, where ranks share a sequence.
         """
         self.size, self._model, self._dropout, self._device = size, model, dropout, device
-        self._fp32_gradients, self._shard = fp32_gradients, shard
+        self._fp32_gradients, self._reduces_itself, self._shard = fp32_gradients, reduces_itself, shard
 
     def place(self, batch: Batch) -> Batch:
         """Copy a batch into pinned memory if the device is a GPU."""
@@ -139,6 +141,9 @@ class MicroBatches:
 
     def prepare_gradients(self, batch: Batch) -> None:
         """Set the precision of the gradients that the backward passes over a batch accumulate."""
+        if self._reduces_itself:
+            # Its parameters here may be those it gathered for an evaluation, in this process and not in one that resumes.
+            return
         wide = self.accumulates(len(batch.tokens))
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:

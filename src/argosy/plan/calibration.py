@@ -44,7 +44,6 @@ class Stack(Section):
     loss: float
     accumulated: float = 0.0
     sums_in_matmul: bool = False
-    accumulated_groups: float = 0.0
     copied: float = 0.0
     ends: bool = False
     chunked_loss: bool = False

@@ -64,8 +64,8 @@ def layer_passes(
             (routed, sizes.hidden, inputs * width, local, share),
             (routed, width, sizes.hidden, local, share),
         ]
-    summed = 8.0 if _sums_in_matmul(work, layout, stack) else 2.0
     for rows, inner, outer, groups, share in linears:
+        summed = 8.0 if _sums_in_matmul(work, layout, stack, grouped=groups > 1) else 2.0
         ahead, back = linear(rates, rows, inner, outer, narrow=narrow, groups=groups, summed=summed)
         forward.products += share * ahead
         forward.last = share * ahead
@@ -170,13 +170,13 @@ def expert_parameters(work: Work, layout: Layout) -> float:
 
 def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
     """Return the bytes that gradient accumulation moves for one layer, beside its matmuls."""
-    own = sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout)
-    if not _sums_in_matmul(work, layout, stack):
-        return own * _accumulated(work, layout, stack)
-    # Replicas wait for the gradients of the last micro-batch, which are added one by one.
-    apart = 1 / work.micro_batches(layout) if layout.dp > 1 else 0.0
-    experts = 0.0 if work.frozen else expert_parameters(work, layout)
-    return apart * own * _accumulated(work, layout, stack) + (1 - apart) * experts * stack.accumulated_groups
+    if work.frozen:
+        parts = {False: sum(work.adapters(layout))}
+    else:
+        experts = expert_parameters(work, layout)
+        parts = {False: layer_parameters(work, layout) - experts, True: experts}
+    apart = [size for grouped, size in parts.items() if not _sums_in_matmul(work, layout, stack, grouped=grouped)]
+    return sum(apart) * _accumulated(work, layout, stack)
 
 
 def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
@@ -184,10 +184,11 @@ def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
     return stack.accumulated if _accumulates(work, layout, stack) else 0.0
 
 
-def _sums_in_matmul(work: Work, layout: Layout, stack: Stack) -> bool:
-    """Return whether the matmul that computes a gradient adds it to the sum. What is gathered has sums of its own."""
-    own = stack.sums_in_matmul and layout.zero < 3 and _accumulates(work, layout, stack)
-    return own or not stack.accumulated
+def _sums_in_matmul(work: Work, layout: Layout, stack: Stack, *, grouped: bool) -> bool:
+    """Return whether the matmul that computes a gradient adds it to the sum. What is gathered has sums of its own, and neither matmuls
+    of groups nor 8-bit ones can add."""
+    can = stack.sums_in_matmul and layout.zero < 3 and not grouped and work.precision not in ("fp8", "fp4")
+    return not stack.accumulated or (can and _accumulates(work, layout, stack))
 
 
 def _accumulates(work: Work, layout: Layout, stack: Stack) -> bool:

@@ -101,7 +101,7 @@ class RankPlan:
     def memory(self, stage: int) -> StageMemory:
         return stage_memory(self.work, self.layout, self.stack, self.known, stage)
 
-    def compute(self, stage: int, cluster: Cluster, *, launches: bool = False) -> Seconds:
+    def compute(self, stage: int, cluster: Cluster, *, launches: bool) -> Seconds:
         """Return the predicted compute of a rank of a stage in a step, if its collectives move nothing. With `launches`, the time in
         which it waits for its host is in it."""
         alone = self._micro_batch(cluster, alone=True)
@@ -118,9 +118,9 @@ class RankPlan:
         """Return the step that follows from the compute measured on one rank of some of the stages."""
         micro, alone = self._micro_batch(cluster), self._micro_batch(cluster, alone=True)
         m, stages = self.micro_batches, range(self.layout.pp)
-        predicted = {stage: m * alone.compute(stage) for stage in stages}
+        predicted = {stage: m * alone.compute(stage, launches=True) for stage in stages}
         # What communication adds: the time it is exposed, and what it slows down.
-        added = [together - alone.compute(stage) for stage, together in enumerate(micro.stages)]
+        added = [together - alone.compute(stage, launches=True) for stage, together in enumerate(micro.stages)]
         scale = mean(seconds.passes / predicted[stage] for stage, seconds in measured.items())
         passes = [measured[s].passes if s in measured else scale * predicted[s] for s in stages]
         busy = [passes[stage] / m + added[stage] for stage in stages]

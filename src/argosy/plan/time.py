@@ -86,7 +86,7 @@ class MicroBatchTime:
         first, last = self.layout.ends(stage)
         return first * self.embedding + last * self.head
 
-    def compute(self, stage: int, *, launches: bool = True) -> float:
+    def compute(self, stage: int, *, launches: bool) -> float:
         """Return the seconds in which a rank of a stage computes, with those in which it waits for the host, or without."""
         names = [name for name in ACTIVE if launches or name != "launches"]
         return self.layers[stage] * sum(self.layer.get(name, 0.0) for name in names) + self.ends_of(stage)
