@@ -12,7 +12,8 @@ from dist.training import Trace, spec_of, train_after, train_early, train_steps
 
 
 @pytest.mark.parametrize(
-    ("layout", "axis"), [("dp_replicate=2", "dp_replicate"), ("dp_shard=2", "dp_shard"), ("tp=2", "tp"), ("pp=2", "pp")]
+    ("layout", "axis"),
+    [("dp_replicate=2", "dp_replicate"), ("dp_shard=2", "dp_shard"), ("tp=2", "tp"), ("pp=2", "pp"), ("cp=2", "cp")],
 )
 def test_a_profile_tells_exposed_communication_by_axis(pool: Pool, layout: str, axis: str) -> None:
     first, second = pool.run(2, profile_steps, "llama", f"{layout} micro_batch=8")
