@@ -16,6 +16,7 @@ from dist.training import (
     ENCODERS,
     Trace,
     gradients_between,
+    kept_dtypes,
     spec_of,
     train_broken,
     train_compiled,
@@ -208,8 +209,19 @@ def test_between_micro_batches_a_rank_has_no_gradients_but_its_shards(pool: Pool
         assert held == [(0, True), (after, True)]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_a_pipeline_sums_the_gradients_of_its_shards_in_32_bits(pool: Pool, schedule: str) -> None:
+    """Also those that are computed apart from the passes."""
+    layout = f"pp=2 dp_shard=2 schedule={schedule} micro_batch=2 model.layers=4 train.precision=bf16"
+    assert pool.run(4, kept_dtypes, "llama", layout) == [{"torch.float32"}] * 4
+
+
 @pytest.mark.parametrize(
-    "layout", ["dp_replicate=2", "dp_shard=2", "dp_shard=2 reshard=false", "dp_shard=2 tp=2", "pp=2 dp_shard=2 model.layers=2"]
+    "layout",
+    [
+        "dp_replicate=2", "dp_shard=2", "dp_shard=2 reshard=false", "dp_shard=2 tp=2", "pp=2 dp_shard=2 model.layers=2",
+        "pp=2 dp_shard=2 schedule=zbv micro_batch=4 model.layers=4",
+    ],
 )  # fmt: skip
 def test_an_evaluation_changes_no_bit_of_the_steps_after_it(pool: Pool, layout: str) -> None:
     """A run that resumes after the evaluation has not made it."""

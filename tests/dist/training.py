@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from argosy.compat import gathered_parameters
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.samples.masks import IGNORED
@@ -23,6 +24,7 @@ from argosy.parallel.data_parallel import DataParallel
 from argosy.parallel.fsdp import units
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
+from argosy.parallel.pipeline import pipeline_engine
 from argosy.parallel.shards import whole
 from argosy.parallel.tensor.region import EarlySum
 from argosy.tasks.task_registry import TASKS
@@ -180,6 +182,25 @@ def gradients_between(model: str, layout: str) -> list[tuple[int, bool]]:
     with patch.object(DataParallel, "_before_pass", looked):
         take_step(engine, optimizer, share_of(batch_of(model, 1), mesh), step=1, lr=spec.optim.lr)
     return held
+
+
+def kept_dtypes(model: str, layout: str) -> set[str]:
+    """Return the precisions of the gradients that a pipeline's FSDP units hold before they are reduced."""
+    spec = spec_of(model, layout)
+    mesh = own_mesh(spec.parallel)
+    engine = parallelize(spec, mesh)
+    optimizer = Optimizer(engine.model, spec.optim)
+    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    found, reduce = set[str](), pipeline_engine.reduce_everything
+
+    def looking(stages: nn.Module) -> None:
+        held = [parameter for unit in units(stages) for parameter in gathered_parameters(unit)]
+        found.update(str(parameter.grad.dtype) for parameter in held if parameter.grad is not None)
+        reduce(stages)
+
+    with patch.object(pipeline_engine, "reduce_everything", looking):
+        take_step(engine, optimizer, share_of(batch_of(model, 1), mesh), step=1, lr=spec.optim.lr)
+    return found
 
 
 def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:

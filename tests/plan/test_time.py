@@ -104,7 +104,7 @@ def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> No
         return time_of(work, layout, "8xH100", stack).terms["accumulation"]
 
     assert 0 < added(1, "torch") == pytest.approx(2 * added(2, "torch"))
-    # Our matmuls accumulate too; not where FSDP keeps weights gathered.
+    # Our matmuls accumulate too. Where FSDP keeps weights gathered it is not measured, and not counted on.
     assert added(1, "argosy") == added(1, "argosy", dp=1, tp=8) == 0
     gathered = {"pp": 2, "dp": 4, "zero": 3}
     assert 0 < added(1, "argosy", **gathered) == pytest.approx(2 * added(2, "argosy", **gathered))

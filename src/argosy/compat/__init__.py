@@ -107,12 +107,21 @@ def finish_backward(model: Any) -> None:
     """Run FSDP's end-of-backward work for all parts of a model, including those that were not in the last pass."""
     root = model._get_fsdp_state()
     for state in root._state_ctx.all_states:
-        # torch 2.11 has one parameter group for each module, later versions several.
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                group.post_backward()
+        for group in _fsdp_groups(state):
+            group.post_backward()
     root._root_post_backward_final_callback()
+
+
+def gathered_parameters(unit: Any) -> list[torch.nn.Parameter]:
+    """Return the trained parameters of an FSDP unit as it gathers them. It makes them when it first gathers."""
+    held = [parameter for group in _fsdp_groups(unit._get_fsdp_state()) for parameter in group.fsdp_params]
+    return [parameter._unsharded_param for parameter in held if parameter.sharded_param.requires_grad]
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    # torch 2.11 has one parameter group for each module, later versions several.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def allow_fsdp_views() -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from argosy.compat import combined, finish_backward
+from argosy.compat import accumulate_in, combined, finish_backward, gathered_parameters
 from argosy.config.schema import ParallelSpec
 from argosy.model.moe import Experts
 from argosy.parallel.ep import experts_of
@@ -57,12 +57,23 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # A divide factor needs a pre-multiplied sum, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
+    if mesh.along("pp") is not None and policy.param_dtype is not None and policy.reduce_dtype == torch.float32:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.register_forward_pre_hook(_sum_wide)
     # A pipeline keeps its parameters gathered, and a rank's units are not all in one pass.
     if mesh.along("pp") is None:
         # Selective recompute counts the operations of a block, and finds more of them again than before if experts, which are
         # inside of it, were gathered ahead.
         without = Experts if parallel.recompute == "selective" else ()
         prefetch_forward([unit for unit in units(model) if not isinstance(unit, without)])
+
+
+def _sum_wide(unit: nn.Module, _inputs: object) -> None:
+    """Let the gradients that a pipeline keeps accumulate in 32 bits, from the first. FSDP widens them after a backward pass, and would
+    add those of weights in 16 bits that are computed apart from it (zbv, dualpipev)."""
+    for parameter in gathered_parameters(unit):
+        accumulate_in(parameter, torch.float32)
 
 
 def prefetch_forward(chain: Iterable[FSDPModule]) -> None:

@@ -185,8 +185,8 @@ def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
 
 
 def _sums_in_matmul(work: Work, layout: Layout, stack: Stack, *, grouped: bool) -> bool:
-    """Return whether the matmul that computes a gradient adds it to the sum. What is gathered has sums of its own, and neither matmuls
-    of groups nor 8-bit ones can add."""
+    """Return whether the matmul that computes a gradient adds it to the sum. Neither matmuls of groups nor 8-bit ones can. With FSDP in a
+    pipeline they do, but how long that takes has not been measured: it is planned as if they did not."""
     can = stack.sums_in_matmul and layout.zero < 3 and not grouped and work.precision not in ("fp8", "fp4")
     return not stack.accumulated or (can and _accumulates(work, layout, stack))
 
