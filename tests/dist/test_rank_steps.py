@@ -22,6 +22,7 @@ from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.measure import rank_steps, rehearsed_job
+from argosy.measure.device_clock import DeviceTime
 from argosy.measure.rank_steps import ALL_STAGES, Effort, RankStep, effort_of, ranks_asked, run_rank, stage_of
 from argosy.measure.rehearsed_job import RankRow, rehearse_job
 from argosy.parallel.mesh import Mesh, make_mesh
@@ -32,7 +33,6 @@ from argosy.parallel.shards import local
 from argosy.plan.hardware import parse_cluster
 from argosy.plan.measured_plan import RankPlan, Seconds, read_measured
 from argosy.plan.time import step_time
-from argosy.train.kernel_profile import DeviceTime
 from argosy.train.optimizer import Optimizer
 from dist.pool import Pool
 from dist.training import spec_of

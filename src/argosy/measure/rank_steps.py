@@ -21,7 +21,7 @@ from argosy.config.schema import RunSpec
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
-from argosy.measure.device_clock import DeviceClock
+from argosy.measure.device_clock import DeviceClock, DeviceTime
 from argosy.model.build import fill_like_initial
 from argosy.parallel.engine import Engine, ignore_phase
 from argosy.parallel.mesh import Mesh, make_mesh
@@ -31,7 +31,7 @@ from argosy.plan.hardware import GIB
 from argosy.plan.measured_plan import RankPlan, Seconds
 from argosy.plan.memory import in_flight
 from argosy.train.device import Memory, measure_memory, memory_of
-from argosy.train.kernel_profile import DeviceTime, profile_step
+from argosy.train.kernel_profile import profile_step
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import parameter_names
 from argosy.train.step import take_step

@@ -170,13 +170,11 @@ def expert_parameters(work: Work, layout: Layout) -> float:
 
 def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
     """Return the bytes that gradient accumulation moves for one layer, beside its matmuls."""
-    if work.frozen:
-        parts = {False: sum(work.adapters(layout))}
-    else:
-        experts = expert_parameters(work, layout)
-        parts = {False: layer_parameters(work, layout) - experts, True: experts}
-    apart = [size for grouped, size in parts.items() if not _sums_in_matmul(work, layout, stack, grouped=grouped)]
-    return sum(apart) * _accumulated(work, layout, stack)
+    experts = 0.0 if work.frozen else expert_parameters(work, layout)
+    others = sum(work.adapters(layout)) if work.frozen else layer_parameters(work, layout) - experts
+    parts = ((others, False), (experts, True))
+    apart = sum(size for size, grouped in parts if not _sums_in_matmul(work, layout, stack, grouped=grouped))
+    return apart * _accumulated(work, layout, stack)
 
 
 def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:

@@ -77,37 +77,6 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     return StepProfile(kinds, kernels, len(waits))
 
 
-class DeviceTime:
-    """The seconds in which a device computes, by phase of a step. Each phase is profiled by itself, and waits for the one before it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._running: tuple[str, profile] | None = None
-        self.seconds: dict[str, float] = {}
-
-    def mark(self, name: str) -> None:
-        """End the current phase, and begin the phase `name`."""
-        self.end()
-        activity = ProfilerActivity.CUDA if self._device.type == "cuda" else ProfilerActivity.CPU
-        self._running = name, profile(activities=[activity], acc_events=True)
-        self._running[1].start()
-
-    def end(self) -> None:
-        if self._running is None:
-            return
-        (name, running), self._running = self._running, None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        running.stop()
-        kind = self._device.type.upper()
-        ran = [e.time_range for e in running.events() or [] if e.device_type.name == kind and not e.is_user_annotation]
-        busy, reached = 0.0, 0.0  # microseconds
-        for one in sorted(ran, key=lambda interval: interval.start):
-            busy += max(0.0, one.end - max(one.start, reached))
-            reached = max(reached, one.end)
-        self.seconds[name] = self.seconds.get(name, 0.0) + busy / 1e6
-
-
 def write_trace(found: profile, path: Path) -> None:
     """Write a trace. Raise OSError if it is incomplete: the profiler itself does not raise when it cannot write."""
     path.write_bytes(b"")
