@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.config.resolve import resolve_model
 from argosy.config.seeds import derive_seed
 from argosy.model.attention import Mask, prepare_attention
+from argosy.model.build import build_model
 from argosy.model.sharding import WHOLE, Dropout, Noise, Share, drop
-from argosy.parallel.transformer_blocks import DropoutSeeds
+from argosy.parallel.transformer_blocks import DropoutSeeds, named_blocks
 
 
 @pytest.mark.parametrize("share", [Share((1,), 2), Share((0, 3), 4), Share((2,), 4)])
@@ -69,6 +71,22 @@ def test_seeding_a_micro_batch_is_torch_s_own_and_leaves_nothing_behind() -> Non
     assert len(torch.cuda._queued_calls) == stored
     torch.manual_seed(derive_seed(7, "dropout", 3, 1))
     assert torch.equal(drawn, torch.rand(4))
+
+
+def test_generators_of_a_cuda_graph_have_the_seeds_that_blocks_get() -> None:
+    """A graph does not run the hooks that seed the blocks."""
+    sizes = {"layers": 2, "hidden": 8, "heads": 1, "vocab_size": 16, "max_seq_len": 4}
+    spec = resolve_model({"family": "gpt", "dropout": 0.5, **sizes})
+    model, found = build_model(spec), []
+    seeds = DropoutSeeds(model, 7)
+    for _, block in named_blocks(model):
+        block.register_forward_pre_hook(lambda block, inputs: found.append(torch.initial_seed()))
+    for micro in range(2):
+        seeds.begin(3, micro)
+        generators = seeds.captured(torch.device("cpu"))
+        model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
+        assert [generator.initial_seed() for generator in generators] == found
+        found.clear()
 
 
 def test_embedding_noise_is_bounded_and_for_training_only() -> None:

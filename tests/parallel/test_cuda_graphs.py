@@ -51,7 +51,9 @@ class Rerun:
             self.loss.metrics[name].copy_(value)
 
 
-def rerun(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: object) -> Recording:
+def rerun(
+    run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: object, generators: object
+) -> Recording:
     inputs = {name: tensor.clone() for name, tensor in inputs.items()}
     objective = replay._held(objective)
     before = [p.grad for p in parameters]
@@ -150,7 +152,7 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
     model = Model()
     replays = CudaGraphs(model.learn, model.parameters(), CPU)
 
-    def refuse(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: object) -> None:
+    def refuse(run: Pass, inputs: Inputs, objective: Objective, *others: object) -> None:
         run(inputs, objective)  # leaves gradients that no one may see
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 

@@ -167,7 +167,8 @@ sys.exit("torch._dynamo" in sys.modules)
         (["data.document_mask=true"], True),
         (["data.document_mask=true", "data.seq_len=1000"], False),
         (["data.task=prefix-lm"], False),
-        (["model.dropout=0.1"], False),
+        (["model.dropout=0.1"], True),
+        (["model.dropout=0.1", "parallel.recompute=selective"], False),
         (["parallel.graph=off"], False),
     ],
 )

@@ -42,8 +42,8 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     assert time_of(work, layout, "1xH200").total < 0.75 * predicted.total
     assert time_of(work, layout, "1xH200").terms["launches"] == 0
     dropping = Work(resolve_model("gpt2-large", ["dropout=0.1"]), 1024, batch)
-    # A model with dropout runs without a CUDA graph.
-    assert time_of(dropping, layout, "1xH200").terms["launches"] > 0
+    # A model with dropout and recompute runs without a CUDA graph.
+    assert (time_of(dropping, layout, "1xH200").terms["launches"] > 0) == (recompute != "none")
 
 
 def test_a_host_as_slow_as_its_device_is_waited_for_and_a_much_slower_one_alone_counts() -> None:

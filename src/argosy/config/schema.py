@@ -303,7 +303,8 @@ class ParallelSpec(Section):
     graph: Literal["auto", "off"] = Field(
         "auto",
         description="CUDA graph: capture the kernels of a pass once and launch them together, if the step is launch-bound; needs "
-        "one GPU, no dropout, compile off, and document masks only where Argosy's own kernels read them. off: launch kernels one by one",
+        "one GPU, compile off, no dropout with recompute, and document masks only where Argosy's own kernels read them. off: launch kernels one "
+        "by one",
     )
 
     @property

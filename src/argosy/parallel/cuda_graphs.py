@@ -3,7 +3,7 @@
 A GPU with few tokens per pass finishes its kernels sooner than the host can launch them, about two thousand in a step. A CUDA
 graph launches them all at once. It reads and writes fixed addresses: inputs are copied to where the graph reads them, losses
 are copied from where it writes them, and its gradients are assigned to the parameters after each replay. The kernels, their
-order and their results are those of an ordinary pass.
+order and their results are those of an ordinary pass. Of random numbers it knows the generators: their seeds are those of the replay.
 
 The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
 and nothing is captured.
@@ -46,8 +46,15 @@ class Recording:
 class CudaGraphs:
     """A drop-in replacement for a pass: it runs the pass itself at first, and replays its CUDA graph later."""
 
-    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        self._run, self._device = run, device
+    def __init__(
+        self,
+        run: Pass,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        generators: Callable[[torch.device], list[torch.Generator]] = lambda device: [],
+    ) -> None:
+        """`generators` returns those that the pass draws from with `draw_from`, besides the default one."""
+        self._run, self._device, self._generators = run, device, generators
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._passes, self._recorded = 0, 0
         # The memory pool that all graphs share: they never run at the same time.
@@ -104,7 +111,8 @@ class CudaGraphs:
         before = [parameter.grad for parameter in self._parameters]
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            known[key] = record(self._run, inputs, objective, self._parameters, self._pool)
+            generators = self._generators(self._device)
+            known[key] = record(self._run, inputs, objective, self._parameters, self._pool, generators)
         # Out of memory, or an operation that cannot be captured.
         except RuntimeError as problem:
             self.wanted = False
@@ -128,14 +136,38 @@ class CudaGraphs:
             parameter.grad = gradient
 
 
-def record(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: Any) -> Recording:
+def record(
+    run: Pass,
+    inputs: Inputs,
+    objective: Objective,
+    parameters: list[nn.Parameter],
+    pool: Any,
+    generators: list[torch.Generator],
+) -> Recording:
     """Capture `run` as a CUDA graph, without running it. Other threads may use the device during the capture; this one may not."""
     inputs = {name: tensor.clone() for name, tensor in inputs.items()}
     objective = _held(objective)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        loss = run(inputs, objective)
+    for generator in generators:
+        graph.register_generator_state(generator)
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    own = default.graphsafe_get_state()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            loss = run(inputs, objective)
+    finally:
+        default.graphsafe_set_state(own)
     return Recording(inputs, objective, _detached(loss, Tensor.detach), graph, [p.grad for p in parameters])
+
+
+def is_capturing() -> bool:
+    """True while this thread captures a pass."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def draw_from(generator: torch.Generator) -> None:
+    """Let the rest of the captured pass draw from this generator, as if it were the device's default one."""
+    torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())
 
 
 def _form(inputs: Inputs, objective: Objective, parameters: list[nn.Parameter]) -> object:

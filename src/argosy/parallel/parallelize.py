@@ -118,11 +118,12 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 def captures_graphs(spec: RunSpec, precision: str, device: torch.device) -> bool:
     """True if every pass launches the same kernels, so that it can be captured as a CUDA graph.
 
-    Dropout rules it out: each block of each pass is seeded anew. A mask that depends on the batch does unless Argosy's own kernels read
-    it: no GPU has yet shown that the others replay with the same bits.
+    Dropout with recompute rules it out: a block that is run again needs the random numbers of its first run. A mask that depends on
+    the batch does unless Argosy's own kernels read it: no GPU has yet shown that the others replay with the same bits.
     """
     asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
-    if not asked or spec.model.dropout or spec.model.embed_noise:
+    draws_again = spec.model.dropout > 0 and spec.parallel.recompute != "none"
+    if not asked or draws_again:
         return False
     if not masks_vary(spec):
         return True

@@ -49,7 +49,9 @@ class SingleDevice:
         self._z_loss = z_loss
         self._micro_batches = MicroBatches(model, dropout, size=micro_batch, device=device)
         self._run_micro = self._micro_batches.forward_backward_micro
-        self._graphs = CudaGraphs(self._run_micro, model.parameters(), device) if cuda_graphs else None
+        self._graphs = (
+            CudaGraphs(self._run_micro, model.parameters(), device, dropout.captured) if cuda_graphs else None
+        )
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)

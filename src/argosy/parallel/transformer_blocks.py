@@ -31,6 +31,7 @@ from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
 from argosy.model.retriever import Retriever
 from argosy.model.sharding import Dropout
+from argosy.parallel.cuda_graphs import draw_from, is_capturing
 
 _KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS
 # torch finds a kept result again by counting the operations of a block. The hooks of FSDP units inside a block open profiler ranges,
@@ -98,9 +99,13 @@ class DropoutSeeds:
         self._run_seed = seed
         # The seed of the micro-batch. None: no micro-batch was begun.
         self._seed: int | None = None
+        # While a CUDA graph is captured: the generator of each block, by its name.
+        self._captured: dict[str, torch.Generator] = {}
+        self._seeded: list[str] = []
         self._drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
         if self._drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
             for name, block in named_blocks(model):
+                self._seeded.append(name)
                 hook = self._hook(name)
                 # Hooks of a compiled block are traced with it. Elsewhere `disable` would only import the compiler: over a second.
                 compiled = block._compiled_call_impl is not None
@@ -111,10 +116,30 @@ class DropoutSeeds:
         if self._drops:
             self._seed = derive_seed(self._run_seed, "dropout", step, micro)
             _seed_generators(self._seed)
+            self._seed_captured()
+
+    def captured(self, device: torch.device) -> list[torch.Generator]:
+        """Return the generators that the blocks draw from in a CUDA graph, which has to register them before it is captured.
+
+        A graph reads a generator's seed when it is replayed. It cannot change a seed, so each block has a generator of its own, which
+        `begin` seeds from now on."""
+        if not self._captured:
+            self._captured = {name: torch.Generator(device) for name in self._seeded}
+            self._seed_captured()
+        return list(self._captured.values())
+
+    def _seed_captured(self) -> None:
+        for name, generator in self._captured.items():
+            if self._seed is not None:
+                generator.manual_seed(derive_seed(self._seed, name))
 
     def _hook(self, name: str) -> Any:
         def seed(block: nn.Module, inputs: Any) -> None:
-            if block.training and self._seed is not None:
+            if not block.training or self._seed is None:
+                return
+            if is_capturing():
+                draw_from(self._captured[name])
+            else:
                 _seed_generators(derive_seed(self._seed, name))
 
         return seed
