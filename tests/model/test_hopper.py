@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 from argosy.model.attention import BACKENDS, Case, Mask, bounds_of, choose_backend, explicit_bias
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form
-from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_order, hopper_sums
+from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_sums, hopper_tiles
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 
@@ -64,8 +61,7 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
     def attend_backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-        *, repeatable: bool,
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         group = q.shape[2] // k.shape[2]
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
@@ -242,70 +238,11 @@ def test_a_profiler_tells_whose_kernels_ran() -> None:
 @pytest.mark.parametrize("pairs", [1, 6, 7, 32, 640])
 @pytest.mark.parametrize("key_blocks", [1, 8, 64, 500])
 def test_sections_are_equal_and_no_larger_than_fill_the_gpu(pairs: int, key_blocks: int) -> None:
-    section = hopper_order.section(pairs, key_blocks)
+    section = hopper_tiles.section(pairs, key_blocks)
     assert pairs % section == 0
     assert section == 1 or section * key_blocks <= 128
     larger = [size for size in range(section + 1, pairs + 1) if pairs % size == 0]
     assert all(size * key_blocks > 128 for size in larger)
-
-
-_place = [0]
-
-
-def _plain(function: Any) -> Callable[..., Any]:
-    """Return a device function as a Python function of integers, in the program at `_place`."""
-    language = SimpleNamespace(minimum=min, maximum=max, program_id=lambda axis: _place[axis])
-    names = {"gl": language, "_WORKERS": 2, "ANY": 0, "LAST_KEYS": 1, "FIRST_KEYS": 2, "FOLDED": 3}
-    return FunctionType(function.fn.__code__, function.fn.__globals__ | names)
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("key_blocks", [2, 6, 8, 64])
-def test_programs_of_the_folded_order_never_wait_in_a_circle(key_blocks: int, group: int) -> None:
-    """Run all programs of a KV head, each up to where it must wait, again and again: all come to their end."""
-    place, step, before = map(_plain, (hopper_order._place, hopper_order._step, hopper_order._adding_before))
-    programs = []
-    for program in range(key_blocks // 2):
-        _place[0], tiles = program, []
-        for part in range(2):
-            _, keys, earlier = place(key_blocks, part, 1, 3)
-            assert earlier * group == len(tiles)
-            for own in range(2 * (key_blocks - keys) * group):
-                block, member = step(own, keys, part, 2 * key_blocks, group, 3)
-                assert block >= 2 * keys
-                tiles.append((block, member, before(block, keys, part, key_blocks, 3)))
-        programs.append(iter([*tiles, None]))
-    added: Counter[tuple[int, int]] = Counter()
-    waiting = {program: next(tiles) for program, tiles in enumerate(programs)}
-    while any(waiting.values()):
-        ready = {n: tile for n, tile in waiting.items() if tile and added[tile[:2]] == tile[2]}
-        assert ready, "all wait"
-        for number, tile in ready.items():
-            added[tile[:2]] += 1
-            waiting[number] = next(programs[number])
-    assert all(added[block, member] == block // 2 + 1 for block in range(2 * key_blocks) for member in range(group))
-
-
-@pytest.mark.parametrize("lengths", [[64], [1], [1000], [130, 500, 7, 100, 287], [1, 1022, 1]])
-def test_programs_with_bounds_add_after_those_they_wait_for(lengths: list[int]) -> None:
-    """In the order LAST_KEYS, where programs start one after the other: each waits only for programs that started before it."""
-    place, step, before = map(_plain, (hopper_order._place, hopper_order._step, hopper_order._adding_before))
-    ids = torch.tensor([n for n, length in enumerate(lengths * (1024 // sum(lengths) + 1)) for _ in range(length)])[
-        :1024
-    ]
-    bounds = bounds_of(case(Mask(True, documents=ids[None]), 1024)._replace(device=torch.device("cpu")))
-    assert bounds is not None
-    added: Counter[int] = Counter()
-    for program in range(8):
-        _place[0] = program
-        _, keys, _ = place(8, 0, 1, 1)
-        end = int(bounds.last[0, 128 * keys + 127]) // 64 + 1
-        for own in range(end - 2 * keys):
-            block, _ = step(own, keys, 0, 16, 1, 1)
-            assert added[block] == before(block, keys, 0, 8, 1)
-            added[block] += 1
-    firsts = [int(bounds.first[0, 64 * block]) // 128 for block in range(16)]
-    assert [added[block] for block in range(16)] == [block // 2 - first + 1 for block, first in enumerate(firsts)]
 
 
 COMPILE = """
@@ -337,14 +274,12 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
         made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32"} | bounds, ["scale"], constants | known)
         assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
     logs = {"logs": f"tensordesc<fp32[1, 128],{sums._LOGS!r}>"}
-    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32", "turns": "*i32"}
+    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "norms": "*fp32", "largest": "*fp32"}
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
-    folded_or_not = 3 if width == 64 else 2
-    for order, (bounds, known) in ((0, unbounded("last")), (folded_or_not, unbounded("last")), (1, bounded("last"))):
-        constants = heads | {"SECTION": 2, "ORDER": order} | known
+    for bounds, known in (unbounded("last"), bounded("last")):
+        constants = heads | {"SECTION": 2} | known
         made = compiled(kernel, width, blocks, logs | bounds, ["scale", "plain_scale"], constants)
-        assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
-        assert ("red.release.gpu" in made.asm["ptx"]) == (order > 0)
+        assert made.asm["cubin"] and made.asm["ptx"].count("red.global.add.s32") >= 4
 print("compiled")
 """
 
@@ -357,35 +292,55 @@ def test_they_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BESIDE = """
 import torch
-from argosy.model.ops.kernels.hopper_sums import _attention_after as after, _attention_before as before
+from argosy.model.ops.kernels.hopper_sums import _LEAST, _TWICE, _UNITS, _attention_after as after, _attention_before as before
 
 torch.manual_seed(1)
-batch, seq, heads = 2, 128, 3
+batch, seq, heads, group = 2, 128, 4, 2
 wide = torch.randn(batch, seq, heads, 80)
 out, d_out = wide[..., :64], torch.randn(batch, seq, heads, 64)
+d_out[0, 3, 1] = 0
+k, v = torch.randn(2, batch, seq, heads // group, 64)
+k[1, 5, 0, 7] = -9.0
+v[0, 77, 1] *= 5
 lse, logs = torch.randn(batch, heads, seq), torch.full((batch * heads * seq // 64, 128), 7.0)
-sums, turns = torch.full((batch * heads * seq * 64,), 7.0), torch.full((batch * heads * seq // 64 * 4,), 7, dtype=torch.int32)
+sums, norms = torch.full((batch * heads * seq * 64,), 7, dtype=torch.int32), torch.full((batch * heads * seq,), 7.0)
+largest = torch.zeros(batch * heads // group * 2, dtype=torch.int32)
 grid = (batch * heads * seq // 64,)
-before[grid](out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], 64, 64, 4)
-assert not sums.any() and not turns.any()
+strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
+before[grid](out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, 64, 64, _LEAST.value)
+assert not sums.any()
 blocks = logs.view(batch, heads, -1, 2, 64)
 torch.testing.assert_close(blocks[..., 0, :].flatten(2), lse * 1.4426950408889634)
 torch.testing.assert_close(blocks[..., 1, :].flatten(2), (out * d_out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
+norms = norms.view(batch, heads, seq)
+torch.testing.assert_close(norms, d_out.norm(dim=-1).transpose(1, 2).clamp_min(_LEAST.value))
+largest = largest.view(torch.float32)
+most = largest.view(batch, heads // group, 2)
+torch.testing.assert_close(most[..., 0], k.abs().amax((1, 3)))
+torch.testing.assert_close(most[..., 1], v.norm(dim=-1).amax(1))
 # As the adding warps place what they have: by the formula of their addresses, four values from each.
 row, column = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
-place = (((row // 16) * 8 + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4 + row % 16 // 8 * 2 + column % 2
-assert torch.equal(place.flatten().sort().values, torch.arange(4096))
-wanted = torch.randn(batch, heads, seq // 64, 64, 64)
-sums.view(batch, heads, seq // 64, 4096)[..., place] = wanted
+by_fragments = ((row // 16) * 8 + column // 8) * 128 + (row % 8) * 4 + (column % 8) // 2 + (row % 16 // 8 * 2 + column % 2) * 32
+by_rows = row // 2 * 128 + row % 2 * 16 + column // 4 + column % 4 * 32
+units = (norms * (_TWICE.value * most.prod(-1).repeat_interleave(group, 1) / _UNITS.value)[..., None])
+for width, place in ((64, by_fragments), (128, by_rows)):
+    assert torch.equal(place.flatten().sort().values, torch.arange(4096))
+    halves = torch.randint(-(2**30), 2**30, (batch, heads, seq // 64, width // 64, 64, 64), dtype=torch.int32)
+    sums = torch.empty(batch, heads, seq // 64, width // 64, 4096, dtype=torch.int32)
+    sums[..., place] = halves
+    d_q = torch.empty(batch, seq, heads, width)
+    after[grid](sums, norms, largest, d_q, seq, heads, 0.5, group, width, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
+    wanted = halves.transpose(3, 4).flatten(4, 5).flatten(2, 3) * units[..., None] * 0.5
+    torch.testing.assert_close(d_q, wanted.transpose(1, 2))
+# What is not a number stays none: in dO for its query, in K or V for all queries of the head.
+d_out[1, 2, 3, 4], k[0, 9, 1, 0], v[1, 100, 0, 63] = torch.nan, torch.inf, torch.nan
+largest = torch.zeros_like(largest, dtype=torch.int32)
+before[grid](out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, 64, 64, _LEAST.value)
 d_q = torch.empty(batch, seq, heads, 64)
-after[grid](sums, d_q, seq, heads, 0.5, 64, 64, 64, True)
-torch.testing.assert_close(d_q, (wanted * 0.5).flatten(2, 3).transpose(1, 2))
-# Heads of 128 have their sums row by row, in two halves of the columns.
-halves = torch.randn(batch, heads, seq // 64, 2, 64, 64)
-d_q = torch.empty(batch, seq, heads, 128)
-after[grid](halves.flatten(), d_q, seq, heads, 0.5, 128, 64, 64, False)
-wide = halves.transpose(3, 4).flatten(4, 5).flatten(2, 3).transpose(1, 2)
-torch.testing.assert_close(d_q, wide * 0.5)
+sums = torch.zeros(batch * heads * seq * 64, dtype=torch.int32)
+after[grid](sums, norms, largest.view(torch.float32), d_q, seq, heads, 0.5, group, 64, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
+lost = d_q.isnan().all(-1)
+assert lost[0, :, 2:].all() and lost[1, :, :2].all() and lost[1, 2, 3] and int(lost.sum()) == 2 * 2 * seq + 1
 print("equal")
 """
 

@@ -167,7 +167,7 @@ def is_capturing() -> bool:
 
 def draw_from(generator: torch.Generator) -> None:
     """Let the rest of the captured pass draw from this generator, as if it were the device's default one."""
-    torch.cuda.default_generators[generator.device.index].graphsafe_set_state(generator.graphsafe_get_state())
+    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(generator.graphsafe_get_state())
 
 
 def _form(inputs: Inputs, objective: Objective, parameters: list[nn.Parameter]) -> object:

@@ -1,7 +1,7 @@
 """Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128, with documents and windows.
 
-Over both passes they are the fastest, with and without deterministic results. They are written in Gluon, whose interface
-changes between versions of Triton, so they run only with the versions they were measured with.
+Over both passes they are the fastest, and their results are deterministic. They are written in Gluon, whose interface changes between
+versions of Triton, so they run only with the versions they were measured with.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class Kernels(Protocol):
         lse: Tensor,
         scale: float,
         last: Tensor | None,
-        *,
-        repeatable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -83,13 +81,12 @@ def backward(
     from argosy.model.ops.kernels import hopper_backward, hopper_backward_128
 
     kernels: Kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
-    repeatable = torch.are_deterministic_algorithms_enabled()
     copies = _copies(q, k)
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
     last = form.bounds and form.bounds.last
-    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last, repeatable=repeatable)
+    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last)
     if copies > 1:
         d_k, d_v = (t.unflatten(2, (-1, copies)).sum(3) for t in (d_k, d_v))
     return d_q, d_k, d_v

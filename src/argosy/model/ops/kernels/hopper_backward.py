@@ -6,10 +6,8 @@ compute. Two workers have 64 keys each and compute
 
     S = K Q^T    P = exp(S - lse)    dP = V dO^T    dS = P (dP - delta)    dV += P dO    dK += dS Q
 
-They pass dS to the third group, which computes dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is stored in the order of
-the threads' registers, for wide additions (`hopper_sums.py`).
-
-In deterministic mode, programs add to a sum in a fixed order (`hopper_order.py`). BOUNDED, each key has a last query that sees it.
+They pass dS to the third group, which computes dQ = dS^T K and adds it to sums in memory (`hopper_sums.py`), stored in the order of the
+threads' registers. BOUNDED, each key has a last query that sees it.
 """
 
 from __future__ import annotations
@@ -25,46 +23,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
-from argosy.model.ops.kernels.hopper_order import (
-    _AWAIT_TURN,
-    _END_TURN,
-    _READ_TURN,
-    _SIDE,
-    _WORKERS,
-    ANY,
-    FIRST_KEYS,
-    FOLDED,
-    _adding_before,
-    _place,
-    _step,
-    _steps,
-)
-from argosy.model.ops.kernels.hopper_sums import BackwardKernel
+from argosy.model.ops.kernels.hopper_sums import BackwardKernel, _add, _units
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps
 
 _WIDTH = gl.constexpr(64)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
 _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)
-# Counters per block of queries: one for each warp that adds.
-_TURNS = gl.constexpr(4)
-# A thread's four values of 16 rows and 8 columns are added to 16 contiguous bytes.
-_ADD = gl.constexpr(
-    "red.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-)
-_ADD_OPERANDS = gl.constexpr("=r,=r,=r,=r,f,f,f,f,l,l,l,l")
 
 
 # Triton 3.9 renamed `_reinterpret`.
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def _as_rows(logs, LAYOUT: gl.constexpr):
-        return logs.reinterpret(gl.float32, [2, _SIDE], LAYOUT)
+    def _as_rows(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+        return memory.reinterpret(gl.float32, [ROWS, COLUMNS], LAYOUT)
 
 else:
 
     @gluon.jit
-    def _as_rows(logs, LAYOUT: gl.constexpr):
-        return logs._reinterpret(gl.float32, [2, _SIDE], LAYOUT)
+    def _as_rows(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+        return memory._reinterpret(gl.float32, [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit
@@ -77,95 +55,68 @@ def _lasts(bounds, sample, block, SCORES: gl.constexpr):
 @gluon.jit
 def _fetcher(
     here, fetch, bounds, key_blocks, seq,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
-    WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     k_here, v_here, q_here, d_out_here, logs_here, _, kv_full, full, free, _, _ = here
     q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head = fetch
     blocks = key_blocks * _WORKERS
-    for part in range(PARTS):
-        pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
-        start = pair // KV_HEADS * seq
-        kv_head = pair % KV_HEADS
-        mbarrier.expect(kv_full.index(part), 2 * _WORKERS * _SIDE * WIDTH * 2)
-        for worker in gl.static_range(_WORKERS):
-            row = start + (key_block * _WORKERS + worker) * _SIDE
-            _fetch(k, [row, kv_head * k_head], kv_full.index(part), k_here.index(part * _WORKERS + worker))
-            _fetch(v, [row, kv_head * v_head], kv_full.index(part), v_here.index(part * _WORKERS + worker))
-        for own in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
-            block, member = _step(own, key_block, part, blocks, GROUP, ORDER)
-            step = before * GROUP + own
-            head = kv_head * GROUP + member
-            stage = step % STAGES
-            row = start + block * _SIDE
-            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + 2 * _SIDE * 4)
-            _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
-            _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
-            _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
+    pair, key_block = _place(key_blocks, SECTION)
+    start = pair // KV_HEADS * seq
+    kv_head = pair % KV_HEADS
+    mbarrier.expect(kv_full.index(0), 2 * _WORKERS * _SIDE * WIDTH * 2)
+    for worker in gl.static_range(_WORKERS):
+        row = start + (key_block * _WORKERS + worker) * _SIDE
+        _fetch(k, [row, kv_head * k_head], kv_full.index(0), k_here.index(worker))
+        _fetch(v, [row, kv_head * v_head], kv_full.index(0), v_here.index(worker))
+    for step in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
+        block, member = _step(step, key_block, GROUP)
+        head = kv_head * GROUP + member
+        stage = step % STAGES
+        row = start + block * _SIDE
+        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + 2 * _SIDE * 4)
+        _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
+        _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
+        _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
 
 
 @gluon.jit
 def _adder(
-    here, sums, turns, bounds, key_blocks,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
+    here, sums, norms, largest, bounds, key_blocks,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
     blocks = key_blocks * _WORKERS
-    # One element per thread: the counter of its warp, which has the same rows of a block in every program.
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    counters = (turns + thread // 32).to(gl.int64)
-    last = counters
-    for part in range(PARTS):
-        pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
-        mbarrier.wait(kv_full.index(part), 0)
-        for own in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
-            block, member = _step(own, key_block, part, blocks, GROUP, ORDER)
-            step = before * GROUP + own
-            slot = step % _SLOTS
-            tile = (pair * GROUP + member) * blocks + block
-            turn = counters + tile.to(gl.int64) * (_TURNS * 4)
-            seen = thread
-            if ORDER != ANY:
-                seen = gl.inline_asm_elementwise(_READ_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
-            mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
-            d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-            d_s = ds_here.index(slot * _WORKERS).permute((1, 0))
-            d_q = warpgroup_mma(d_s, k_here.index(part * _WORKERS), d_q, use_acc=False, is_async=True)
-            d_s = ds_here.index(slot * _WORKERS + 1).permute((1, 0))
-            d_q = warpgroup_mma(d_s, k_here.index(part * _WORKERS + 1), d_q, is_async=True)
-            if ORDER != ANY:
-                ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
-                gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
-                last = turn
-            d_q = warpgroup_mma_wait(0, deps=[d_q])
-            mbarrier.arrive(ds_free.index(slot), count=1)
-            # Computed here and not before the loop, to save registers.
-            row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-            column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-            inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
-            target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
-            if ORDER != ANY:
-                turns_before = _adding_before(block, key_block, part, key_blocks, ORDER)
-                wanted = gl.full([128], turns_before, gl.int32, thread.type.layout)
-                gl.inline_asm_elementwise(
-                    _AWAIT_TURN, "=&r,r,l,r", [seen, turn, wanted], dtype=gl.int32, is_pure=False, pack=1
-                )
-            gl.inline_asm_elementwise(
-                _ADD, _ADD_OPERANDS, [d_q, (target + inner).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
-            )
-    if ORDER != ANY:
-        ends = (thread % 32 == 0).to(gl.int32)
-        gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
+    pair, key_block = _place(key_blocks, SECTION)
+    units = _units(largest, pair)
+    mbarrier.wait(kv_full.index(0), 0)
+    for step in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
+        block, member = _step(step, key_block, GROUP)
+        slot = step % _SLOTS
+        tile = (pair * GROUP + member) * blocks + block
+        norm = gl.load(norms + tile * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SUM)))
+        mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
+        d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+        d_s = ds_here.index(slot * _WORKERS).permute((1, 0))
+        d_q = warpgroup_mma(d_s, k_here.index(0), d_q, use_acc=False, is_async=True)
+        d_s = ds_here.index(slot * _WORKERS + 1).permute((1, 0))
+        d_q = warpgroup_mma(d_s, k_here.index(1), d_q, is_async=True)
+        d_q = warpgroup_mma_wait(0, deps=[d_q])
+        mbarrier.arrive(ds_free.index(slot), count=1)
+        # Computed here and not before the loop, to save registers.
+        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
+        column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
+        inner = ((row // 16) * (_WIDTH // 8) + column // 8) * 128 + (row % 8) * 4 + (column % 8) // 2
+        target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
+        _add(d_q * (units / norm)[:, None], (target + inner).to(gl.int64))
 
 
 @gluon.jit
 def _work(
-    here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
+    here, k, v, d_k, d_v, step, key_block, lasts, scale,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -174,10 +125,9 @@ def _work(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     _, _, q_here, d_out_here, logs_here, ds_here, _, full, free, ds_full, ds_free = here
     nothing = gl.zeros([_SIDE, _SIDE], gl.float32, SCORES)
-    step = before * GROUP + own
     stage = step % _STAGES
     slot = step % _SLOTS
-    logs = _as_rows(logs_here.index(stage), FLAT)
+    logs = _as_rows(logs_here.index(stage), 2, _SIDE, FLAT)
     mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
     s = warpgroup_mma(k, q_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     d_p = warpgroup_mma(v, d_out_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -185,7 +135,7 @@ def _work(
     s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale - lse[None, :]
     if MASKED:
-        block, _ = _step(own, key_block, part, blocks, GROUP, ORDER)
+        block, _ = _step(step, key_block, GROUP)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         queries = block * _SIDE + gl.arange(0, _SIDE, QUERIES)
         x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
@@ -210,76 +160,55 @@ def _work(
 @gluon.jit
 def _worker(
     here, out, bounds, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
-    MASKED: gl.constexpr = (WORKER + 1) * GROUP
-    blocks = key_blocks * _WORKERS
     d_k_out, d_v_out, plain_scale = out
-    for part in range(PARTS):
-        pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
-        steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
-        lasts = 0
-        if BOUNDED:
-            lasts = _lasts(bounds, pair // KV_HEADS, key_block * _WORKERS + WORKER, SCORES)
-        mbarrier.wait(here[6].index(part), 0)
-        k = here[0].index(part * _WORKERS + WORKER).load(LEFT)
-        v = here[1].index(part * _WORKERS + WORKER).load(LEFT)
-        d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-        d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-        # Steps without masked keys that come first.
-        plain = 0
-        if ORDER == FIRST_KEYS:
-            plain = steps - MASKED
-        if ORDER == FOLDED:
-            plain = part * (steps - MASKED)
-        masked = plain + MASKED
-        if BOUNDED:
-            masked = steps
-        for own in range(plain):
-            d_k, d_v = _work(
-                here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False
-            )  # fmt: skip
-        for own in range(plain, masked):
-            d_k, d_v = _work(
-                here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, True
-            )  # fmt: skip
-        for own in range(masked, steps):
-            d_k, d_v = _work(
-                here, k, v, d_k, d_v, own, before, part, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False
-            )  # fmt: skip
-        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-        column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-        token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
-        first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
-        gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
-        gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
+    pair, key_block = _place(key_blocks, SECTION)
+    steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+    # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
+    masked = (WORKER + 1) * GROUP
+    lasts = 0
+    if BOUNDED:
+        masked = steps
+        lasts = _lasts(bounds, pair // KV_HEADS, key_block * _WORKERS + WORKER, SCORES)
+    mbarrier.wait(here[6].index(0), 0)
+    k = here[0].index(WORKER).load(LEFT)
+    v = here[1].index(WORKER).load(LEFT)
+    d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+    d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+    for step in range(masked):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True)
+    for step in range(masked, steps):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, False)
+    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
+    column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
+    token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
+    first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
+    gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
+    gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
 
 
 @gluon.jit
 def _attention_backward(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, last, last_batch,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, last, last_batch,
     key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
-    k_here = gl.allocate_shared_memory(gl.bfloat16, [PARTS * _WORKERS, _SIDE, _WIDTH], k.layout)
-    v_here = gl.allocate_shared_memory(gl.bfloat16, [PARTS * _WORKERS, _SIDE, _WIDTH], v.layout)
+    k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
+    v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
     q_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], q.layout)
     d_out_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], d_out.layout)
     ds_here = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS * _WORKERS, _SIDE, _SIDE], q.layout)
     logs_here = gl.allocate_shared_memory(gl.float32, [_STAGES, 1, 2 * _SIDE], logs.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(PARTS):
-        mbarrier.init(kv_full.index(part), count=1)
+    mbarrier.init(kv_full.index(0), count=1)
     for stage in gl.static_range(_STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=_WORKERS)
@@ -292,23 +221,19 @@ def _attention_backward(
     out = (d_k_out, d_v_out, plain_scale)
     bounds = (last, last_batch)
     gl.warp_specialize([
-        (_worker, (here, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
-        (_worker, (here, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
-        (_adder, (here, sums, turns, bounds, key_blocks, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
-        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED, _WIDTH, _STAGES)),
+        (_worker, (here, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_worker, (here, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_adder, (here, sums, norms, largest, bounds, key_blocks, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED, _WIDTH, _STAGES)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-    *, repeatable: bool,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v [batch, seq, heads, 64], given the forward pass's `out` and `lse`.
-
-    They are deterministic, bit for bit, if `repeatable`.
 
     Args:
         last: the last query that sees each key, [1 or batch, seq]; None if the last of all sees all.
     """
-    how = BackwardKernel(_attention_backward, _TURNS.value, by_thread=True, folds=True)
-    return how.run(d_out, q, k, v, out, lse, scale, last, repeatable=repeatable)
+    return BackwardKernel(_attention_backward).run(d_out, q, k, v, out, lse, scale, last)

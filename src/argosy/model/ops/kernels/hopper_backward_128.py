@@ -3,9 +3,8 @@
 As for heads of 64 (`hopper_backward`), a program has 128 keys of one KV head and iterates over the queries that see them, and two
 workers of four warps have 64 keys each. Their sums of dK and dV fill the registers, so there is no room for a third group of warps to
 compute dQ = dS^T K. Instead each worker computes half of dQ's columns, over all 128 keys. It reads the other worker's dS from shared
-memory one step late, beside the scores of the next step, so that neither worker waits for the other. Two more warps read dQ from shared
-memory and add it to the sum in memory. In deterministic mode they add in an order of `hopper_order`. BOUNDED, each key has a last
-query that sees it.
+memory one step late, beside the scores of the next step, so that neither worker waits for the other. Four more warps read dQ from shared
+memory and add it to the sums in memory (`hopper_sums.py`). BOUNDED, each key has a last query that sees it.
 """
 
 from __future__ import annotations
@@ -20,27 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from argosy.model.ops.kernels.hopper_backward import _ADD, _ADD_OPERANDS, _as_rows, _fetcher, _lasts
+from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetcher, _lasts
 from argosy.model.ops.kernels.hopper_forward import _exp2
-from argosy.model.ops.kernels.hopper_order import (
-    _AWAIT_TURN,
-    _END_TURN,
-    _READ_TURN,
-    _SIDE,
-    _WORKERS,
-    ANY,
-    FIRST_KEYS,
-    _adding_before,
-    _place,
-    _step,
-    _steps,
-)
-from argosy.model.ops.kernels.hopper_sums import BackwardKernel
+from argosy.model.ops.kernels.hopper_sums import BackwardKernel, _add, _units
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps
 
 _WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
-# Counters per block of queries: one for each warp that adds.
-_TURNS = gl.constexpr(2)
+# Queries whose dQ is added at a time.
+_CHUNK = gl.constexpr(8)
 
 
 @gluon.jit
@@ -57,52 +44,52 @@ def _late_product(here, slot, WORKER: gl.constexpr):
 
 
 @gluon.jit
+def _norms_at(norms, step, pair, key_block, blocks, GROUP: gl.constexpr, THREADS: gl.constexpr):
+    """Return the norms of dO of the queries of a step, one for each thread."""
+    block, member = _step(step, key_block, GROUP)
+    return gl.load(norms + ((pair * GROUP + member) * blocks + block) * _SIDE + gl.arange(0, _SIDE, THREADS))
+
+
+@gluon.jit
 def _adder(
-    adding, sums, turns, bounds, key_blocks,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
+    adding, sums, norms, largest, bounds, key_blocks,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Add the workers' halves of dQ to the sums of a block of queries, stored as [half of the columns, query, column]."""
-    dq_here, dq_full, dq_free = adding
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
-    pair, key_block, _ = _place(key_blocks, 0, SECTION, ORDER)
+    """Add the workers' halves of dQ to the sums of a block of queries."""
+    dq_here, factors_here, dq_full, dq_free = adding
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    pair, key_block = _place(key_blocks, SECTION)
     blocks = key_blocks * _WORKERS
-    # One element per thread: the counter of its warp, which has the same rows of a block in every program.
-    thread = gl.arange(0, 64, gl.BlockedLayout([1], [32], [2], [0]))
-    counters = (turns + thread // 32).to(gl.int64)
-    last = counters
-    row = gl.arange(0, 8, gl.SliceLayout(1, ROWS))[:, None]
+    units = _units(largest, pair)
+    row = gl.arange(0, _CHUNK, gl.SliceLayout(1, ROWS))[:, None]
     column = gl.arange(0, _HALF, gl.SliceLayout(0, ROWS))[None, :]
-    inner = (row * _HALF + column) * 4
-    for step in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
-        block, member = _step(step, key_block, 0, blocks, GROUP, ORDER)
+    inner = (row // 2 * 128 + row % 2 * 16 + column // 4) * 4
+    steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+    norm = _norms_at(norms, 0, pair, key_block, blocks, GROUP, THREADS)
+    chunks = _as_rows(factors_here, _SIDE // _CHUNK, _CHUNK, FLAT)
+    for step in range(steps):
+        block, member = _step(step, key_block, GROUP)
         tile = (pair * GROUP + member) * blocks + block
-        turn = counters + tile.to(gl.int64) * (_TURNS * 4)
         target = sums.to(gl.int64) + tile.to(gl.int64) * (_SIDE * _WIDTH * 4)
-        if ORDER != ANY:
-            seen = gl.inline_asm_elementwise(_READ_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
-            ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
-            gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
-            last = turn
-            before = gl.full([64], _adding_before(block, key_block, 0, key_blocks, ORDER), gl.int32, thread.type.layout)
-            gl.inline_asm_elementwise(
-                _AWAIT_TURN, "=&r,r,l,r", [seen, turn, before], dtype=gl.int32, is_pure=False, pack=1
-            )
+        factors_here.store(units / norm)
+        # Read a step early: the latency is not exposed.
+        norm = _norms_at(norms, gl.minimum(step + 1, steps - 1), pair, key_block, blocks, GROUP, THREADS)
         for worker in gl.static_range(_WORKERS):
             mbarrier.wait(dq_full.index(worker), step & 1)
-            for chunk in gl.static_range(_SIDE // 8):
-                values = dq_here.index(worker).slice(chunk * 8, 8, dim=0).load(ROWS)
-                places = target + (worker * _SIDE + chunk * 8) * (_HALF * 4) + inner
-                gl.inline_asm_elementwise(_ADD, _ADD_OPERANDS, [values, places], dtype=gl.int32, is_pure=False, pack=4)
+            for chunk in gl.static_range(_SIDE // _CHUNK):
+                factors = chunks.index(chunk).load(gl.SliceLayout(1, ROWS))
+                values = dq_here.index(worker).slice(chunk * _CHUNK, _CHUNK, dim=0).load(ROWS)
+                places = target + (worker * _SIDE + chunk * _CHUNK) * (_HALF * 4) + inner
+                _add(values * factors[:, None], places)
             mbarrier.arrive(dq_free.index(worker), count=1)
-    if ORDER != ANY:
-        ends = (thread % 32 == 0).to(gl.int32)
-        gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _hand_over(d_q, step, adding, WORKER: gl.constexpr):
     """Pass a step's dQ to the warps that add it."""
-    dq_here, dq_full, dq_free = adding
+    dq_here, _, dq_full, dq_free = adding
     mbarrier.wait(dq_free.index(WORKER), (step & 1) ^ 1)
     dq_here.index(WORKER).store(d_q)
     mbarrier.arrive(dq_full.index(WORKER), count=1)
@@ -110,9 +97,8 @@ def _hand_over(d_q, step, adding, WORKER: gl.constexpr):
 
 @gluon.jit
 def _work(
-    here, adding, d_k, d_v, step, key_block, blocks, lasts, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
-    FIRST: gl.constexpr,
+    here, adding, d_k, d_v, step, key_block, lasts, scale,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -124,7 +110,7 @@ def _work(
     stage = step % _STAGES
     slot = step % _SLOTS
     late = step - 1
-    logs = _as_rows(logs_here.index(stage), FLAT)
+    logs = _as_rows(logs_here.index(stage), 2, _SIDE, FLAT)
     mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
     # Both accumulators start with the value to subtract, which then needs no registers of its own.
     s = nothing - (logs.index(0).load(QUERIES) / scale)[None, :]
@@ -137,7 +123,7 @@ def _work(
         s = warpgroup_mma_wait(2, deps=[s])
     x = s * scale
     if MASKED:
-        block, _ = _step(step, key_block, 0, blocks, GROUP, ORDER)
+        block, _ = _step(step, key_block, GROUP)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         queries = block * _SIDE + gl.arange(0, _SIDE, QUERIES)
         x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
@@ -167,10 +153,10 @@ def _work(
 @gluon.jit
 def _worker(
     here, adding, out, bounds, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
-    pair, key_block, _ = _place(key_blocks, 0, SECTION, ORDER)
+    pair, key_block = _place(key_blocks, SECTION)
     steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
     lasts = 0
     if BOUNDED:
@@ -179,31 +165,15 @@ def _worker(
     mbarrier.wait(here[6].index(0), 0)
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-    blocks = key_blocks * _WORKERS
     # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
-    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP
-    # Where the steps that come first, without masked keys, end. Step 0 always masks.
-    plain = 1
-    if ORDER == FIRST_KEYS:
-        plain = gl.maximum(steps - MASKED_STEPS, 1)
-    d_k, d_v = _work(
-        here, adding, d_k, d_v, 0, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, True, True
-    )
-    for step in range(1, plain):
-        d_k, d_v = _work(
-            here, adding, d_k, d_v, step, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False, False
-        )
-    masked = gl.minimum(plain + MASKED_STEPS, steps)
+    masked = (WORKER + 1) * GROUP
     if BOUNDED:
         masked = steps
-    for step in range(plain, masked):
-        d_k, d_v = _work(
-            here, adding, d_k, d_v, step, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, True, False
-        )
+    d_k, d_v = _work(here, adding, d_k, d_v, 0, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True, True)
+    for step in range(1, masked):
+        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True, False)
     for step in range(masked, steps):
-        d_k, d_v = _work(
-            here, adding, d_k, d_v, step, key_block, blocks, lasts, scale, WORKER, GROUP, ORDER, BOUNDED, False, False
-        )
+        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, False, False)
     last = steps - 1
     mbarrier.wait(here[9].index(last % _SLOTS), (last // _SLOTS) & 1)
     d_q = _late_product(here, last % _SLOTS, WORKER)
@@ -220,9 +190,9 @@ def _worker(
 
 @gluon.jit
 def _attention_backward_128(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, last, last_batch,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, last, last_batch,
     key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr, BOUNDED: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
     v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
@@ -236,6 +206,7 @@ def _attention_backward_128(
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     dq_here = gl.allocate_shared_memory(gl.float32, [_WORKERS, _SIDE, _HALF], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    factors_here = gl.allocate_shared_memory(gl.float32, [_SIDE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     dq_full = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
@@ -252,20 +223,18 @@ def _attention_backward_128(
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, plain_scale)
-    adding = (dq_here, dq_full, dq_free)
+    adding = (dq_here, factors_here, dq_full, dq_free)
     bounds = (last, last_batch)
     gl.warp_specialize([
-        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
-        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
-        (_adder, (adding, sums, turns, bounds, key_blocks, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED)),
-        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, BOUNDED, _WIDTH, _STAGES)),
-    ], [4, 2, 1], [240, 32, 32])  # fmt: skip
+        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_adder, (adding, sums, norms, largest, bounds, key_blocks, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED, _WIDTH, _STAGES)),
+    ], [4, 4, 1], [224, 40, 24])  # fmt: skip
 
 
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-    *, repeatable: bool,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `hopper_backward.attend_backward` does, for [batch, seq, heads, 128]."""
-    how = BackwardKernel(_attention_backward_128, _TURNS.value, by_thread=False, folds=False)
-    return how.run(d_out, q, k, v, out, lse, scale, last, repeatable=repeatable)
+    return BackwardKernel(_attention_backward_128).run(d_out, q, k, v, out, lse, scale, last)

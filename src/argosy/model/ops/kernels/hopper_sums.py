@@ -1,4 +1,14 @@
-"""The 32-bit sums of dQ to which the attention backward kernels add: prepared before such a kernel, written as dQ after it."""
+"""The sums of dQ to which the attention backward kernels add: prepared before such a kernel, written as dQ after it.
+
+Programs with different keys add to the same sums, in any order. The sums are integers: adding those gives the same bits in every order,
+which adding floats does not. A query's unit, the value of 1, is 2^-30 of a bound of its gradient, so that no sum overflows:
+
+    |dQ| = |sum of P (dP - delta) K| <= 2 max |dP| max |K| <= 2 |dO| max |V| max |K|, since the sum of P is 1 and dP = dO V^T
+
+with the norm of the query's dO, the largest norm of the head's V and the largest magnitude in its K. Rounding to units changes dQ less than
+rounding dO and dS to 16 bits does: by some 1e-5 of a row's norm, or 1e-2 at worst where one channel of K and one row of V are 30
+times the others.
+"""
 
 from __future__ import annotations
 
@@ -10,98 +20,145 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import bound, described
-from argosy.model.ops.kernels.hopper_order import _SIDE, _WORKERS, ANY, FOLDED, order_of, section
-from argosy.model.ops.matmul import processors
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, section
 
 _LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 # Columns of dQ that are written at a time.
 _PART = 64
+# The bound of a gradient in units, half of the largest integer; the norm and the bound that smaller ones count as; and 2, with room for
+# what rounding adds to the bound.
+_UNITS, _LEAST, _TWICE = gl.constexpr(2.0**30), gl.constexpr(1e-18), gl.constexpr(2.05)
+# A thread has four values, and adds each of them to 128 contiguous bytes together with the other threads of its warp.
+_ADD = gl.constexpr(
+    "cvt.rni.s32.f32 $0, $4; cvt.rni.s32.f32 $1, $5; cvt.rni.s32.f32 $2, $6; cvt.rni.s32.f32 $3, $7;"
+    " red.global.add.s32 [$8], $0; red.global.add.s32 [$8+128], $1;"
+    " red.global.add.s32 [$8+256], $2; red.global.add.s32 [$8+384], $3;"
+)
+_ADD_OPERANDS = gl.constexpr("=&r,=&r,=&r,=&r,f,f,f,f,l,l,l,l")
+
+
+@gluon.jit
+def _add(values, places):
+    """Add values, in units, to the sums. Of four values next to each other in a thread the first's place counts."""
+    gl.inline_asm_elementwise(_ADD, _ADD_OPERANDS, [values, places], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _units(largest, pair):
+    """Return 1 in units, for a query of a KV head whose dO has the norm 1."""
+    return _UNITS / gl.maximum(_TWICE * gl.load(largest + 2 * pair) * gl.load(largest + 2 * pair + 1), _LEAST)
+
+
+@triton.jit
+def _raise(largest, value):
+    """Raise a maximum of non-negative floats, which compare as integers do. A NaN counts as infinite: a maximum would ignore it."""
+    tl.atomic_max(
+        largest, tl.max(tl.where(value == value, value, float("inf"))).to(tl.int32, bitcast=True), sem="relaxed"
+    )
 
 
 @triton.jit
 def _attention_before(
-    out, d_out, lse, logs, sums, turns, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token, d_out_head,
-    WIDTH: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr,
+    out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token,
+    d_out_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Prepare R queries of a head: write lse to base 2 and delta, the sum of out x d_out; zero the sums of dQ and their counters."""
+    """Prepare R queries of a head: write lse to base 2, delta (the sum of out x d_out) and the norm of d_out, and zero the sums of dQ.
+
+    For R keys of a KV head, the program of its first query head raises the largest magnitude in K and the largest norm of V.
+    """
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
-    token = (block * R + tl.arange(0, R)).to(tl.int64)
+    token = (block * R + tl.arange(0, R)).to(tl.int64)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    o = tl.load(out + batch * out_batch + head * out_head + token[:, None] * out_token + column).to(tl.float32)
-    d = tl.load(d_out + batch * d_out_batch + head * d_out_head + token[:, None] * d_out_token + column).to(tl.float32)
+    o = tl.load(out + batch * out_batch + head * out_head + token * out_token + column).to(tl.float32)
+    d = tl.load(d_out + batch * d_out_batch + head * d_out_head + token * d_out_token + column).to(tl.float32)
     row = batch * heads + head
-    at = logs + (row * seq + block * R) * 2 + tl.arange(0, R)
-    tl.store(at, tl.load(lse + row * seq + token) * 1.4426950408889634)
-    tl.store(at + R, tl.sum(o * d, 1))
-    tl.store(sums + (row * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.float32))
-    tl.store(turns + (row * (seq // R) + block) * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
+    first = row * seq + block * R
+    here = tl.arange(0, R)
+    tl.store(logs + first * 2 + here, tl.load(lse + first + here) * 1.4426950408889634)
+    tl.store(logs + first * 2 + R + here, tl.sum(o * d, 1))
+    square = tl.sum(d * d, 1)
+    tl.store(
+        norms + first + here,
+        tl.where(square > LEAST * LEAST, tl.sqrt(square), tl.where(square == square, LEAST, square)),
+    )
+    tl.store(sums + first * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.int32))
+    if head % GROUP == 0:
+        kv = head // GROUP
+        keys = tl.load(k + batch * k_batch + kv * k_head + token * k_token + column).to(tl.float32)
+        values = tl.load(v + batch * v_batch + kv * v_head + token * v_token + column).to(tl.float32)
+        _raise(largest + 2 * (row // GROUP), tl.abs(keys))
+        _raise(largest + 2 * (row // GROUP) + 1, tl.sqrt(tl.sum(values * values, 1)))
 
 
 @triton.jit
 def _attention_after(
-    sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, BY_THREAD: tl.constexpr
+    sums, norms, largest, d_q, seq, heads, plain_scale,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr,
+    TWICE: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of R queries of a head from its 32-bit sums, PART columns at a time. The sums are stored row by row or, BY_THREAD, by 16
-    rows, 8 columns, row of 8, pair of columns, half of the 16 rows, column of the pair."""
+    """Write dQ of R queries of a head from its sums, PART columns at a time.
+
+    The sums of heads of 64 are stored by 16 rows, 8 columns, half of the 16 rows, column of a pair, row of 8, pair of columns; those of
+    heads of 128 by half of the columns, pair of rows, column of four, row of the pair, four columns.
+    """
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
     token = batch * seq + block * R + tl.arange(0, R)
+    row = batch * heads + head
+    pair = largest + 2 * (row // GROUP)
+    most = tl.maximum(TWICE * tl.load(pair) * tl.load(pair + 1), LEAST)
+    unit = tl.load(norms + row * seq + block * R + tl.arange(0, R)) * (most / UNITS) * plain_scale
     for part in tl.static_range(WIDTH // PART):
-        first = ((batch * heads + head) * seq + block * R) * WIDTH + part * (R * PART)
-        x = (tl.load(sums + first + tl.arange(0, R * PART)) * plain_scale).to(d_q.dtype.element_ty)
-        if BY_THREAD:
-            x = tl.permute(tl.reshape(x, [R // 16, PART // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
-        x = tl.reshape(x, [R, PART])
+        first = (row * seq + block * R) * WIDTH + part * (R * PART)
+        x = tl.load(sums + first + tl.arange(0, R * PART))
+        if WIDTH == PART:
+            x = tl.permute(tl.reshape(x, [R // 16, PART // 8, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
+        else:
+            x = tl.permute(tl.reshape(x, [R // 2, 4, 2, PART // 4]), [0, 2, 3, 1])
+        x = (tl.reshape(x, [R, PART]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
         tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + part * PART + tl.arange(0, PART)[None, :], x)
 
 
 @dataclass(frozen=True)
 class BackwardKernel:
-    """A backward kernel and how it adds to the sums."""
+    """The backward pass of attention by a kernel that adds to sums of dQ."""
 
     kernel: Any
-    # Its counters per block of queries.
-    turns_each: int
-    # It stores its sums in the order of its threads, not row by row.
-    by_thread: bool
-    # It has the order FOLDED.
-    folds: bool
 
     def run(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-        *, repeatable: bool,
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         batch, seq, heads, width = q.shape
         kv_heads, side = k.shape[2], _SIDE.value
+        group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
         d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-        sums = torch.empty(q.numel(), dtype=torch.float32, device=q.device)
+        sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
         logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
-        turns = torch.empty(batch * heads * (seq // side) * self.turns_each, dtype=torch.int32, device=q.device)
-        key_blocks = seq // (side * _WORKERS.value)
+        norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
+        largest = torch.zeros(batch * kv_heads * 2, dtype=torch.int32, device=q.device)
         tiles = (batch * heads * (seq // side),)
-        order = ANY.value
-        if repeatable:
-            order = order_of(
-                key_blocks, heads // kv_heads if self.folds else 0, processors(q.device), bounded=last is not None
-            ).value
-        programs = key_blocks // 2 if order == FOLDED.value else key_blocks
+        strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
         _attention_before[tiles](
-            out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side,
-            self.turns_each, num_warps=4,
+            out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, width, side, _LEAST.value, num_warps=4
         )  # fmt: skip
-        self.kernel[(batch * kv_heads * programs,)](
+        largest = largest.view(torch.float32)
+        self.kernel[(batch * kv_heads * key_blocks,)](
             described(q, side), described(k, side), described(v, side), described(d_out, side),
-            TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, turns, *bound(last),
+            TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, *bound(last),
             key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
-            kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), order, last is not None, num_warps=4,
+            kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
         )  # fmt: skip
-        _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, _PART, self.by_thread, num_warps=4)
+        _attention_after[tiles](
+            sums, norms, largest, d_q, seq, heads, scale, group, width, side, _PART, _UNITS.value, _LEAST.value, _TWICE.value, num_warps=4
+        )  # fmt: skip
         return d_q, d_k, d_v
