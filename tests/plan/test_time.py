@@ -46,6 +46,21 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     assert (time_of(dropping, layout, "1xH200").terms["launches"] > 0) == (recompute != "none")
 
 
+def test_zero_3_sums_gradients_in_the_bytes_that_the_run_asks_for() -> None:
+    """Across slow links, where nothing hides them: an all-gather of 2 bytes for each pass, and a reduce-scatter of 4 or 2."""
+    model, layout = resolve_model("llama2-7b"), Layout(zero=3, dp=16, micro_batch=1)
+    four, two = (
+        time_of(Work(model, 2048, 16, reduced=reduced), layout, "2xp4d.24xlarge").terms["gather"]
+        for reduced in (None, 2.0)
+    )
+    hidden = sum(
+        time_of(Work(model, 2048, 16), layout, "2xp4d.24xlarge").terms[name]
+        for name in ("products", "attention", "element-wise")
+    )
+    # Of 8 and 6 bytes, less what the passes hide.
+    assert (four + hidden) / (two + hidden) == pytest.approx(8 / 6, rel=0.03)
+
+
 def test_a_host_as_slow_as_its_device_is_waited_for_and_a_much_slower_one_alone_counts() -> None:
     work, known = Work(resolve_model("gpt2-large"), 1024, 16), calibration()
     stack = known.stacks["argosy"].model_copy(update={"replays": False})

@@ -266,12 +266,19 @@ def _gathered(
     """
     if not gathers(layout):
         return 0.0, 0.0
-    # Forward, backward, and the reduce-scatter of gradients, which frozen weights do not have.
-    times = (3 if work.reshard else 2) - work.frozen
-    parameters = layer_parameters(work, layout)
-    moved = times * gather(links, group(layout, "shards", cluster), 2 * parameters)
-    copied = times / 3 * stack.copied * parameters / rates.memory
+    shards, parameters = group(layout, "shards", cluster), layer_parameters(work, layout)
+    gathers_each = 2 if work.reshard else 1
+    moved = gathers_each * gather(links, shards, 2 * parameters)
+    # Frozen weights have no gradients.
+    if not work.frozen:
+        moved += gather(links, shards, _bytes_reduced(work, stack) * parameters)
+    copied = (gathers_each + (not work.frozen)) / 3 * stack.copied * parameters / rates.memory
     return max(0.0, moved - compute), max(copied, known.constants["interference"] * min(moved, compute))
+
+
+def _bytes_reduced(work: Work, stack: Stack) -> float:
+    """Return the bytes of a gradient element while it is summed over ranks."""
+    return stack.reduced if work.reduced is None else work.reduced
 
 
 def _once(
@@ -289,7 +296,7 @@ def _once(
     optimiser = UpdatingRank(work, layout, cluster, links, rates, layers).extra_seconds()
     for rule, some_dense, some_experts in updated_by(work, layout, layers, dense, experts):
         optimiser += rule.bytes_moved * (some_dense / ranks + some_experts / of_experts) / rates.memory
-    reduced = stack.reduced if work.reduced is None else work.reduced
+    reduced = _bytes_reduced(work, stack)
     exchanged = 0.0
     # HSDP: each rank all-reduces its shard over the copies.
     if layout.copies > 1:
