@@ -23,6 +23,7 @@ from argosy.errors import ArgosyError
 from argosy.infer.loading import load_model
 from argosy.train.run import TrainOptions, train
 from hf_models import MODELS, save
+from tiny import TINY_MODEL
 
 TOKENS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -73,6 +74,14 @@ def test_a_trained_step_is_exported_as_we_compute_it(kind: str, tmp_path: Path, 
     assert float((after - before).abs().max()) > 1e-2
     model = T.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert model.config.eos_token_id == 256
+
+
+def test_noise_belongs_to_a_run_and_not_to_its_model(tmp_path: Path, trained: Any) -> None:
+    run = trained(model={**TINY_MODEL, "embed_noise": 5.0})
+    export_hf(str(run), tmp_path / "out", ExportOptions())
+    assert T.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
+    keys = ["data.train=corpus", "train.global_batch=8", "train.steps=1", "optim.lr=1e-3"]
+    assert resolve(None, [f"init_from={run}", *keys]).spec.model.embed_noise == 0
 
 
 def test_token_ids_are_those_the_model_came_with_and_no_others(tmp_path: Path, trained: Any) -> None:

@@ -255,7 +255,7 @@ def test_a_variable_from_a_secret_takes_the_place_of_our_own() -> None:
 
 
 def test_a_part_of_a_nodes_gpus_comes_with_that_part_of_the_rest() -> None:
-    whole, half = place(GPU_EXAMPLE), place(GPU_EXAMPLE, ["cluster.gpus=4", "parallel.dp_shard=2"])
+    whole, half = place(GPU_EXAMPLE), place(GPU_EXAMPLE, ["cluster.gpus=4", "parallel=auto"])
     assert (whole.gpus, whole.cpus, whole.memory_gib, whole.nics) == (8, 86, 1036, ("vpc.amazonaws.com/efa", 4))
     assert (half.gpus, half.cpus, half.memory_gib, half.nics) == (4, 43, 518, ("vpc.amazonaws.com/efa", 2))
 
@@ -275,6 +275,15 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_unless_one_insists() -
     placed = place(GPU_EXAMPLE, layout, oversized=True)
     assert placed.prediction is not None
     assert not placed.prediction["fits"]
+
+
+def test_a_part_of_a_node_is_planned_like_a_whole_one() -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        place(GPU_EXAMPLE, [*BIG, "cluster.gpus=4", "parallel.dp_replicate=1", "parallel.dp_shard=8", "parallel.tp=1"])
+    assert refusal.value.code == "plan.does-not-fit"
+    half = place(GPU_EXAMPLE, ["cluster.gpus=4", "parallel=auto"]).prediction
+    assert half is not None
+    assert half["fits"]
 
 
 def test_what_fits_in_no_layout_is_refused_too() -> None:

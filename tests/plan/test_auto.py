@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
 import pytest
+import torch
 
 from argosy.config.resolve import Resolved, resolve
+from argosy.parallel.mesh import Mesh
+from argosy.plan.advise import Question, answer
 from argosy.plan.auto import ORIGIN, cluster_of, is_open, settle_layout
+from argosy.plan.hardware import parse_cluster
+from argosy.train.session import open_session
 
 KEYS = ["model.preset=llama2-7b", "data.train=corpus", "train.global_batch=512", "train.steps=10", "optim.lr=1e-4"]
 
 
 def settled(ranks: int, planned_on: str | None, *more: str) -> Resolved:
     overrides = [*KEYS, *more]
-    return settle_layout(resolve(None, overrides), None, overrides, ranks, planned_on)
+    cluster = None if planned_on is None else parse_cluster(planned_on)
+    return settle_layout(resolve(None, overrides), None, overrides, ranks, cluster)
 
 
 def test_the_planner_fills_an_open_layout_and_says_so() -> None:
@@ -66,9 +73,13 @@ def test_one_rank_needs_no_layout() -> None:
 
 def test_the_cluster_is_the_specs_own_or_the_gpus_that_are_here() -> None:
     spec = resolve(None, [*KEYS, "cluster.instance=p4d.24xlarge", "cluster.nodes=2"]).spec
-    assert cluster_of(spec, "NVIDIA H200", 16) == "2xp4d.24xlarge"
-    assert cluster_of(spec, "NVIDIA H200", 8) == "8xH200"
+    assert cluster_of(spec, "NVIDIA H200", 16) == parse_cluster("2xp4d.24xlarge")
+    assert cluster_of(spec, "NVIDIA H200", 8) == parse_cluster("8xH200")
     assert cluster_of(spec, None, 8) is None
+    part = cluster_of(resolve(None, [*KEYS, "cluster={instance: p4d.24xlarge, nodes: 2, gpus: 4}"]).spec, None, 8)
+    assert part is not None
+    assert (part.gpu.name, part.gpus, part.gpus_per_node, part.domain) == ("A100-40", 8, 4, 4)
+    assert part.price == pytest.approx(parse_cluster("1xp4d.24xlarge").price)
 
 
 def test_a_run_keeps_what_was_predicted_for_it(write_spec: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +95,14 @@ def test_a_run_keeps_what_was_predicted_for_it(write_spec: object, monkeypatch: 
     monkeypatch.setattr(run, "name_of", lambda device: None)
     run.train(resolve(path, ["train.steps=4"]), path, run.TrainOptions(quiet=True))
     assert not (path.parent / "runs" / "tiny" / "plan.json").exists()
+
+
+def test_a_length_in_epochs_is_that_of_the_data_and_unknown_without_it(write_spec: Callable[..., Path]) -> None:
+    path = write_spec(train={"global_batch": 8, "epochs": 2})
+    nothing = dict.fromkeys(("global_batch", "seq_len", "tokens", "precision", "what_if", "price", "hardware"))
+    steps = open_session(resolve(path).spec, Mesh(torch.device("meta"))).steps
+    here = Question.read(str(path), [], cluster="1xH100", **nothing)
+    assert here.tokens == steps * 8 * 32
+    elsewhere = Question.read(str(path), ["data.train=/not/here"], cluster="1xH100", **nothing)
+    assert elsewhere.tokens is None
+    assert "run         2ep of data that is not here; --tokens gives its length" in answer(elsewhere, top=1).lines()

@@ -176,6 +176,32 @@ def test_peft_loads_the_adapters_of_a_run_and_computes_its_gradients(base: Base,
     require_gradients_of_peft(run.spec.model, tmp_path / "lora", theirs, tokens)
 
 
+@pytest.mark.parametrize(
+    "keys", ["", ", dora: true", ", targets: [out]"], ids=["all", "dora", "one of two of a name"]
+)
+def test_peft_loads_adapters_of_gpt2_whose_layers_are_no_linear_ones(
+    write_spec: Any, tmp_path: Path, keys: str
+) -> None:
+    from peft import PeftModel
+
+    config = T.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=257, n_positions=32)
+    torch.manual_seed(0)
+    T.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    path = write_spec(init_from=f"hf:{tmp_path / 'hf'}", model=None, optim={"lr": 1e-2})
+    path.write_text(path.read_text().replace("model: null\n", ""))
+    run = resolve(path, [f"model.lora={{rank: 4, alpha: 8{keys}}}"])
+    assert train(run, path, TrainOptions(quiet=True)) == 0
+    export_adapter(str(tmp_path / "runs" / "tiny"), tmp_path / "adapter")
+    base = T.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    tokens = torch.arange(30)[None] * 7 % 257
+    with torch.no_grad():
+        found = load_model(str(tmp_path / "runs" / "tiny"), device="cpu").model(tokens)
+        torch.testing.assert_close(found, adapted(tokens).logits, rtol=1e-5, atol=1e-5)
+    names = {name.split(".lora_")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    assert len(names) == (2 if "targets" in keys else 8)
+
+
 def require_gradients_of_peft(spec: ModelSpec, run: Path, theirs: Any, tokens: Tensor) -> None:
     """Compare the loss of the run's adapted model with PEFT's, and the gradients of its adapters.
 

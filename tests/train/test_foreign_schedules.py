@@ -37,6 +37,7 @@ WARMUPS = [
     "",
     "--lr-warmup-{unit} {some}",
     "--lr-warmup-fraction 0.137",
+    "--lr-warmup-fraction 0",
     "--lr-warmup-{unit} {some} --lr-warmup-init 1e-5",
 ]
 ENDS = ["", "--min-lr 3e-5", "--min-lr 3e-5 --lr-decay-{unit} {less}", "--lr-decay-{unit} {more}"]

@@ -128,6 +128,14 @@ def test_metrics_that_are_missing_are_told(write_spec: Write) -> None:
     assert "metrics.jsonl is missing or empty" in resumes(path)[-1]["notes"][0]
 
 
+def test_a_missing_record_of_the_spec_is_told(write_spec: Write) -> None:
+    path = write_spec()
+    go(path)
+    run_of(path).resolved_file.unlink()
+    go(path, "train.steps=8", "optim.lr=5e-3")
+    assert "resolved.json is missing: it cannot be told whether keys" in resumes(path)[-1]["notes"][0]
+
+
 def test_checkpoints_of_another_run_are_refused_and_a_copy_of_the_run_is_not(write_spec: Write, tmp_path: Path) -> None:
     path = write_spec()
     go(path)

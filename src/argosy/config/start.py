@@ -81,8 +81,9 @@ def starting_model(init_from: str) -> ModelSpec:
     document = stored_description(root)
     try:
         found = ModelSpec.model_validate(document["model"] if "model" in document else document["spec"]["model"])
-        # Adapters are merged into the weights when these are read (`argosy.checkpoint.lora_weights`).
-        return found.model_copy(update={"lora": None})
+        # Adapters are merged into the weights when these are read (`argosy.checkpoint.lora_weights`). Noise belonged to the run that
+        # made them: a preference run would compare noisy answers with a reference that has none.
+        return found.model_copy(update={"lora": None, "embed_noise": 0.0})
     except (KeyError, TypeError, ValidationError) as error:
         raise ArgosyError(
             "run.damaged", f"{root} describes no model: {error}", fix="restore it from a backup"

@@ -42,11 +42,13 @@ _resolve(
 def read_yaml(path: Path) -> tuple[Any, Lines]:
     """Return the document and the line number of every dotted key in it."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
             raise ArgosyError(
                 "config.bad-yaml", f"{path} is larger than {MAX_BYTES:,} bytes", fix="give the run spec, not the data"
             )
-        text = path.read_bytes().decode("utf-8")
+        text = content.decode("utf-8")
         if "\0" in text:
             raise ArgosyError("config.bad-yaml", f"{path} holds a NUL character", fix="is it a text file?")
     except IsADirectoryError:

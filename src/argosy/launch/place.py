@@ -22,7 +22,7 @@ from argosy.launch.secret_checks import refuse_secrets, require_tokens
 from argosy.launch.target import Target
 from argosy.plan.advise import predict
 from argosy.plan.auto import open_layout, settle_micro_batch
-from argosy.plan.hardware import Instance, find_instance
+from argosy.plan.hardware import Cluster, Instance, find_instance, parse_cluster
 
 # The share of a node's cores and memory that a pod requests. The rest is left to the system.
 _SHARE = 0.9
@@ -184,8 +184,13 @@ def _share(instance: Instance, gpus: int) -> float:
     return _SHARE * (gpus / instance.gpus if 0 < gpus < instance.gpus else 1)
 
 
-def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterSpec, gpus: int) -> str | None:
-    """Return the cluster as the planner names it, or None if the planner does not know the nodes or the model."""
-    if instance is None or gpus != instance.gpus or (cluster.ranks or gpus) != gpus:
+def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterSpec, gpus: int) -> Cluster | None:
+    """Return the GPUs that the run uses, or None if the planner does not know the nodes or the model."""
+    if (
+        instance is None
+        or not gpus
+        or (cluster.ranks or gpus) != gpus
+        or not architecture_of(resolved.spec.model).planned
+    ):
         return None
-    return f"{cluster.nodes}x{instance.name}" if architecture_of(resolved.spec.model).planned else None
+    return parse_cluster(f"{cluster.nodes}x{instance.name}").using(gpus)

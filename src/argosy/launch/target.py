@@ -146,7 +146,9 @@ def logged_progress(run: Launched) -> str | None:
     if not records:
         return None
     last = records[-1]
-    facts = f"step {last['step']}/{last['steps']}, loss {last['loss']:.4f}"
+    # NaN and infinity are null in the record.
+    loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+    facts = f"step {last['step']}/{last['steps']}, loss {loss}"
     ended = ended_as(read_jsonl(run.directory / "events.jsonl"))
     return f"{facts}, ETA {clock(last['eta_s'])}" if ended is None else f"{ended}: {facts}"
 

@@ -186,11 +186,9 @@ def rehearse_job(
 
 def job_cluster(spec: RunSpec, asked: str | None, device_name: str | None) -> Cluster | None:
     """Return the cluster of a job: the one asked for, the run spec's, or this machine's GPU as many times. None if it is unknown."""
-    named = asked or cluster_of(spec, device_name, spec.parallel.world_size)
-    if named is None:
-        return None
-    cluster = parse_cluster(named)
-    check_world(spec.parallel, cluster.gpus, f"--cluster {named}", spec.train.global_batch)
+    cluster = parse_cluster(asked) if asked else cluster_of(spec, device_name, spec.parallel.world_size)
+    if cluster is not None:
+        check_world(spec.parallel, cluster.gpus, f"--cluster {cluster.name}", spec.train.global_batch)
     return cluster
 
 

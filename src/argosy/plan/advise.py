@@ -13,9 +13,10 @@ from argosy.config.overrides import Override
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
+from argosy.data.open import open_data
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
-from argosy.plan.hardware import GIB, Cluster, parse_cluster, usual_price
+from argosy.plan.hardware import GIB, Cluster, as_cluster, parse_cluster, usual_price
 from argosy.plan.held_axes import held_axes
 from argosy.plan.layouts import Layout, Work, parallel_keys, violations
 from argosy.plan.log import Log, judge
@@ -85,11 +86,16 @@ class Question:
             work = work_of(spec, global_batch, seq_len, precision)
             if total is None:
                 total, length_from = _tokens_of(spec), "the run spec's length"
+            if total is None:
+                epochs = spec.train.length.unit == "epochs"
+                length_from = (
+                    f"{spec.train.length} of data that is not here; --tokens gives its length" if epochs else ""
+                )
         else:
             model = resolve_model(target, overrides)
             length = seq_len or model.max_seq_len
             work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
-        if total is None:
+        if total is None and spec is None:
             total, length_from = (
                 CHINCHILLA * count_parameters(work.model).active,
                 "Chinchilla's 20 a parameter",
@@ -205,15 +211,15 @@ def answer(
     return Advice(question, found, tuple(distinct(found, top)), asked, storage, narrow, log)
 
 
-def ranked_layouts(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
+def ranked_layouts(spec: RunSpec, cluster: str | Cluster, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yield the keys of `parallel` for a run on a cluster, best layout first. `fixed` has the axes that are already chosen."""
-    question = Question(work_of(spec), parse_cluster(cluster), _tokens_of(spec), fixed, None)
+    question = Question(work_of(spec), as_cluster(cluster), _tokens_of(spec), fixed, None)
     return (parallel_keys(candidate.layout) for candidate in answer(question, top=1).found.best)
 
 
-def ranked_micro_batches(spec: RunSpec, cluster: str) -> list[int]:
+def ranked_micro_batches(spec: RunSpec, cluster: str | Cluster) -> list[int]:
     """Return micro-batch sizes for a run with its own layout on a cluster, best first; none if its world size is another."""
-    nodes, known = parse_cluster(cluster), calibration()
+    nodes, known = as_cluster(cluster), calibration()
     layout = _asked(spec.parallel, nodes)
     if layout is None:
         return []
@@ -224,9 +230,9 @@ def ranked_micro_batches(spec: RunSpec, cluster: str) -> list[int]:
     return [candidate.layout.micro_batch for candidate in found]
 
 
-def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
+def predict(spec: RunSpec, cluster: str | Cluster) -> dict[str, Any] | None:
     """Predict memory, time and cost of a run with its own layout, or None if its world size is not the cluster's."""
-    nodes, known = parse_cluster(cluster), calibration()
+    nodes, known = as_cluster(cluster), calibration()
     layout = _asked(spec.parallel, nodes)
     if layout is None:
         return None
@@ -318,8 +324,21 @@ def work_of(
 
 
 def _tokens_of(spec: RunSpec) -> int | None:
-    steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
+    """Return the tokens of a run; None if its length is in epochs, and its data is not here."""
+    length = spec.train.length
+    epoch = _epoch_samples(spec) if length.unit == "epochs" else None
+    steps = length.steps(spec.train.batches, seq_len=spec.data.seq_len, epoch_samples=epoch)
     return None if steps is None else spec.train.batches.samples(steps) * spec.data.seq_len
+
+
+def _epoch_samples(spec: RunSpec) -> int | None:
+    """Return the samples of the training split of corpora on this machine; None if one is elsewhere, or not made yet."""
+    if not all(Path(source.path).exists() for source in spec.data.sources.values()):
+        return None
+    try:
+        return open_data(spec).training().epoch_samples
+    except (ArgosyError, OSError):
+        return None
 
 
 def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:

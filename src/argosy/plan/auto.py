@@ -14,7 +14,7 @@ from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.plan.advise import ranked_layouts, ranked_micro_batches
-from argosy.plan.hardware import gpu_of_device, parse_cluster
+from argosy.plan.hardware import Cluster, gpu_of_device, parse_cluster
 from argosy.plan.this_machine import local_gpus
 
 ORIGIN = "planner"
@@ -32,11 +32,11 @@ def settle_layout(
     source: Path | Mapping[str, Any] | None,
     overrides: Sequence[Override],
     ranks: int,
-    planned_on: str | None,
+    planned_on: Cluster | None,
 ) -> Resolved:
     """Return the run with a layout for `ranks` ranks, if its spec leaves the layout open.
 
-    `planned_on` is the planner's name of the cluster, or None if the planner does not know the hardware.
+    `planned_on` is the cluster, or None if the planner does not know the hardware.
     """
     chosen = open_layout(resolved, planned_on, ranks)
     if not chosen:
@@ -61,7 +61,7 @@ def check_open_layout(resolved: Resolved, source: Path, overrides: Sequence[str]
     return True
 
 
-def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple[str, ...]:
+def open_layout(resolved: Resolved, planned_on: Cluster | None, ranks: int) -> tuple[str, ...]:
     """Return the overrides that complete a layout for `ranks` ranks, or nothing if the spec sets the layout.
 
     The overrides are the planner's best layout, or pure data parallelism if the planner does not know the hardware.
@@ -86,7 +86,7 @@ def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple
     raise refusal or AssertionError("the planner refuses what has no layout")
 
 
-def settle_micro_batch(resolved: Resolved, planned_on: str | None, kept: int | None) -> Resolved:
+def settle_micro_batch(resolved: Resolved, planned_on: Cluster | None, kept: int | None) -> Resolved:
     """Return the run with a micro-batch for its layout, if its spec leaves that open.
 
     A resumed run keeps the size it has, because another one changes the rounding of sums. A fresh run of a decoder gets the planner's
@@ -94,7 +94,7 @@ def settle_micro_batch(resolved: Resolved, planned_on: str | None, kept: int | N
     measurements for decoders only, and a retriever's micro-batch is part of its task.
 
     Args:
-        planned_on: the planner's name of the cluster, or None.
+        planned_on: the cluster, or None.
         kept: the size that the run was saved with, or None.
     """
     if "micro_batch" not in _open_keys(resolved):
@@ -119,17 +119,18 @@ def _check(spec: RunSpec, chosen: dict[str, object]) -> None:
     check_layout(spec.model_copy(update={"parallel": parallel}), {})
 
 
-def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> str | None:
-    """Return the planner's name of the cluster, or None if the planner does not know the hardware.
+def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> Cluster | None:
+    """Return the cluster of a run, or None if the planner does not know the hardware.
 
     It is the spec's cluster if that has one GPU for each rank, else `ranks` times the GPU of this machine.
     """
     if spec.cluster is not None and spec.cluster.instance is not None:
-        named = f"{spec.cluster.nodes}x{spec.cluster.instance}"
-        if parse_cluster(named).gpus == ranks:
+        named = parse_cluster(f"{spec.cluster.nodes}x{spec.cluster.instance}")
+        named = named.using(spec.cluster.gpus or named.gpus_per_node)
+        if named.gpus == ranks:
             return named
     gpu = None if device_name is None else gpu_of_device(device_name)
-    return None if gpu is None else f"{ranks}x{gpu.name}"
+    return None if gpu is None else parse_cluster(f"{ranks}x{gpu.name}")
 
 
 def _open_keys(resolved: Resolved) -> set[str]:

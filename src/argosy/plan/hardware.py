@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -109,6 +109,16 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
 
+    def using(self, gpus: int) -> Cluster:
+        """Return the cluster with so many GPUs of each node in use, and their part of the price."""
+        if gpus == self.gpus_per_node:
+            return self
+        share = gpus / self.gpus_per_node
+        return replace(
+            self, name=f"{self.name}, {gpus} GPUs of each", gpus=self.nodes * gpus, gpus_per_node=gpus, domain=max(1, int(self.domain * share)),
+            price=None if self.price is None else self.price * share,
+        )  # fmt: skip
+
 
 def dense_peak(device_name: str) -> Peak | None:
     """Return the dense 16-bit peak of a device from the name its driver reports, or None if the GPU is unknown."""
@@ -175,6 +185,10 @@ def parse_cluster(text: str, *, price: float | None = None, user_file: str | Non
         domain=instance.gpus * min(instance.nvlink_nodes, count),
         price=None if each is None else each * count,
     )
+
+
+def as_cluster(cluster: str | Cluster) -> Cluster:
+    return parse_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
 @lru_cache

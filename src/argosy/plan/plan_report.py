@@ -133,6 +133,8 @@ def header(
     if tokens is not None:
         origin = f" ({length_from})" if length_from else ""
         facts.append(("run", f"{tokens:,} tokens{origin}, {-(-tokens // work.tokens):,} steps"))
+    elif length_from:
+        facts.append(("run", length_from))
     if found is not None:
         left = ", ".join(f"{count:,} {why}" for why, count in found.left_out.items())
         facts.append(("searched", f"{found.considered:,} layouts" + (f": {left}" if left else "")))

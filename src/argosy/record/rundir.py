@@ -281,7 +281,8 @@ class RunDir:
         return ArgosyError(
             "run.damaged",
             f"{self.resolved_file} cannot be read: {reason}",
-            fix="restore it; or delete it, and the next `argosy train` writes it anew and goes on from the checkpoints",
+            fix="restore it; or delete it, and the next `argosy train` writes it anew and goes on from the checkpoints, without knowing "
+            "what has changed since",
         )
 
     def compare(self, resolved: Resolved, data: Facts, machine: Facts | None, *, step: int | None = None) -> list[str]:

@@ -26,12 +26,16 @@ def closing_lines(run: RunDir, first: int) -> list[str]:
         spent: dict[str, float] = next((one["spent"] for one in reversed(records.values()) if "spent" in one), {})
         took += f", {clock(sum(spent.values()))} with the starts before" if spent else ""
     facts = [took]
-    losses = {step: record["validation_loss"] for step, record in records.items() if "validation_loss" in record}
-    if losses:
-        best = min(losses, key=losses.__getitem__)
+    found = {step: record["validation_loss"] for step, record in records.items() if "validation_loss" in record}
+    # NaN and infinity are null in the record.
+    losses = {step: loss for step, loss in found.items() if loss is not None}
+    best = min(losses, key=losses.__getitem__, default=None)
+    if best is not None:
         facts.append(f"best validation loss {losses[best]:.4f} at step {best}")
+    elif found:
+        facts.append("no validation loss was finite")
     kept = best_checkpoint(run.checkpoints)
-    if losses and kept is not None and kept.name == f"step-{best:08d}":
+    if best is not None and kept is not None and kept.name == f"step-{best:08d}":
         facts.append(f"commands take its checkpoint as {run.root}/best")
     return [
         f"{'; '.join(facts)}; everything is in {run.root}",

@@ -62,7 +62,13 @@ class Opening:
         check_owner(self.run, {path.name: _owner(path) for path in checkpoints})
         notes = check_continuity(self.run, [step_of(path) for path in checkpoints])
         if checkpoints:
-            self.changes(step_of(checkpoints[0]))
+            step = step_of(checkpoints[0])
+            self.changes(step)
+            if not self.run.resolved_file.exists():
+                notes.append(
+                    f"warning: {self.run.resolved_file} is missing: it cannot be told whether keys, data or the machine have changed since "
+                    f"step {step}, and the run goes on with what it is given"
+                )
         return notes
 
     def changes(self, step: int) -> list[str]:

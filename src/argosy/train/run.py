@@ -216,9 +216,8 @@ def _store_plan(run: RunDir, session: Session) -> None:
     from argosy.plan.auto import cluster_of
 
     cluster = cluster_of(spec, gpu, session.mesh.world_size)
-    prediction = None if cluster is None else predict(spec, cluster)
-    if prediction is not None:
-        replace_file(run.plan_file, orjson.dumps({"cluster": cluster, **prediction}, option=orjson.OPT_INDENT_2))
+    if cluster is not None and (prediction := predict(spec, cluster)) is not None:
+        replace_file(run.plan_file, orjson.dumps({"cluster": cluster.name, **prediction}, option=orjson.OPT_INDENT_2))
 
 
 def check_options(run: RunDir, options: TrainOptions) -> None:

@@ -54,8 +54,9 @@ class Validations:
 
     def _read(self, step: int) -> bool:
         records = read_metrics(self._run.metrics) if self.patience is not None else {}
+        # NaN and infinity are null in the record.
         self._losses = [
-            float(record["validation_loss"])
+            math.nan if record["validation_loss"] is None else float(record["validation_loss"])
             for number, record in records.items()
             if number <= step and "validation_loss" in record
         ]

@@ -1,7 +1,8 @@
 """`argosy ckpt export --adapter`: write the adapters of a LoRA run as a directory that PEFT loads beside the base model.
 
 Our query, key and value projections are one layer with one pair of matrices. PEFT has three layers: each gets A, and its rows of B,
-which compute the same, and its rows' magnitudes with DoRA. The files are `adapter_config.json` and `adapter_model.safetensors`.
+which compute the same, and its rows' magnitudes with DoRA. GPT-2's are one layer there too, whose weight is stored as [in, out]; its A and B
+are not. The files are `adapter_config.json` and `adapter_model.safetensors`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from argosy.checkpoint.tensors import TensorInfo, write_stream
 from argosy.config.start import HF, directory_of
 from argosy.errors import ArgosyError
 from argosy.families.adapter_sizes import MAGNITUDE
-from argosy.families.weight_table import Entry, QueryKeyValue, Same
+from argosy.families.weight_table import Entry, QueryKeyValue, Transposed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -41,7 +42,8 @@ def export_adapter(where: str, to: Path, *, dry_run: bool = False) -> Exported:
             key="--adapter",
             fix="leave --adapter out; it is for runs with model.lora",
         )
-    tensors = dict(_tensors(source, source.checkpoint.weights()))
+    weights = source.checkpoint.weights()
+    tensors = dict(_tensors(source, weights))
     infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
     size = sum(info.nbytes for info in infos.values())
     started = str((source.run or {}).get("init_from") or "")
@@ -54,9 +56,9 @@ def export_adapter(where: str, to: Path, *, dry_run: bool = False) -> Exported:
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_dora": lora.dora,
-        "target_modules": sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        "target_modules": _targets(source, weights),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(_transposed(entry) for entry in entries(source.model)),
         "inference_mode": True,
     }
     notes.append(f"adapters of {', '.join(config['target_modules'])}; the base model is {base or 'not a directory'}")
@@ -77,27 +79,36 @@ def _tensors(source: Source, weights: StoredTensors) -> Iterator[tuple[str, Tens
     """Yield PEFT's tensors by name."""
     for entry in entries(source.model):
         layer = entry.ours.removesuffix(".weight")
-        if f"{layer}.lora_a" not in weights.infos:
+        if not _adapted(entry, weights):
             continue
-        _require_rows(entry)
         a, b = weights[f"{layer}.lora_a"].float(), weights[f"{layer}.lora_b"].float()
         for name, part in to_theirs(entry, b).items():
             module = f"base_model.model.{name.removesuffix('.weight')}"
             yield f"{module}.lora_A.weight", a.contiguous()
-            yield f"{module}.lora_B.weight", part
+            yield f"{module}.lora_B.weight", part.t().contiguous() if _transposed(entry) else part
         if (magnitude := f"{layer}.{MAGNITUDE}") in weights.infos:
             for name, part in to_theirs(entry, weights[magnitude].float()[:, None]).items():
                 yield f"base_model.model.{name.removesuffix('.weight')}.lora_magnitude_vector", part.flatten()
 
 
-def _require_rows(entry: Entry) -> None:
-    """Refuse a layout whose rows are not output features, as those of GPT-2's Conv1D."""
-    layout = entry.layout
-    if isinstance(layout, Same) or (isinstance(layout, QueryKeyValue) and not layout.transposed):
-        return
-    raise ArgosyError(
-        "hf.unsupported",
-        f"transformers stores {entry.theirs[0]} as [in, out], for which we write no adapters",
-        key="--adapter",
-        fix="leave --adapter out, which exports the merged model",
+def _targets(source: Source, weights: StoredTensors) -> list[str]:
+    """Return the ends of the adapted layers' names, as long as they need to be to fit no other layer: PEFT adapts all that fit."""
+    layers: dict[bool, set[str]] = {True: set(), False: set()}
+    for entry in entries(source.model):
+        names = {name.removesuffix(".weight") for name in entry.theirs if name.endswith(".weight")}
+        layers[_adapted(entry, weights)] |= names
+    last, two = (
+        {name: ".".join(name.split(".")[-count:]) for name in set().union(*layers.values())} for count in (1, 2)
     )
+    others = {last[name] for name in layers[False]}
+    return sorted({two[name] if last[name] in others else last[name] for name in layers[True]})
+
+
+def _adapted(entry: Entry, weights: StoredTensors) -> bool:
+    return f"{entry.ours.removesuffix('.weight')}.lora_a" in weights.infos
+
+
+def _transposed(entry: Entry) -> bool:
+    """True if their weight is stored as [in, out], as that of GPT-2's Conv1D."""
+    layout = entry.layout
+    return isinstance(layout, Transposed) or (isinstance(layout, QueryKeyValue) and layout.transposed)

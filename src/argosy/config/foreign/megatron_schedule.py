@@ -113,7 +113,7 @@ def _warmup(draft: Draft, given: Arguments, unit: str, end: int | None) -> None:
         warmup, suffix = fraction * (end * batch if unit == "iters" else end), "sp"
         if unit == "iters" and warmup % batch == 0:
             warmup, suffix = warmup / batch, "ba"
-    elif warmup == 0 and LR_SCHEDULES[draft.get("optim.schedule")].by_root and lr is not None:
+    if warmup == 0 and LR_SCHEDULES[draft.get("optim.schedule")].by_root and lr is not None:
         # Megatron then counts from the first sample, not from the first step.
         warmup, suffix, start = 1, "sp", lr
     if warmup:
