@@ -440,3 +440,9 @@ def resolve_text(text: str, tmp_path: Path) -> RunSpec:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return resolve(path, elsewhere=True).spec
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e999"])
+def test_a_number_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ArgosyError, match="cannot be parsed"):
+        from_megatron(GPT3.replace("--clip-grad 1.0", f"--clip-grad {value}"))

@@ -84,3 +84,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ArgosyError) as refusal:
             read_yaml(tmp_path / name)
         assert refusal.value.code == code
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    with pytest.raises(ArgosyError, match="is larger than"):
+        read_yaml(Path("/dev/zero"))

@@ -156,6 +156,7 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("optim.betas=[0.9]", "config.bad-value", "optim.betas.1", "betas"),
         ("data.split=[1,2]", "config.bad-value", "data.split.2", "training, validation and test"),
         ("data.split=[nan, 1, 0]", "config.bad-value", "data.split.0", ""),
+        ("data.split=[1e308, 1e308, 1]", "config.bad-value", "data.split.0", ""),
         ("optim.lr=1e400", "config.bad-value", "optim.lr", ""),
         ("train.steps=1e30", "config.bad-value", "train.steps", ""),
         ("train.global_batch=99999999999999999999", "config.bad-value", "train.global_batch", ""),

@@ -183,8 +183,10 @@ Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
 Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
 # The number of layers of a model.
 Depth = Annotated[int, Field(ge=1, le=10_000), NotBool]
-PositiveNumber = Annotated[float, Field(gt=0), NotBool]
-NotNegative = Annotated[float, Field(ge=0), NotBool]
+# Sums and products of a few of these are still finite.
+_LARGEST = 1e30
+PositiveNumber = Annotated[float, Field(gt=0, le=_LARGEST), NotBool]
+NotNegative = Annotated[float, Field(ge=0, le=_LARGEST), NotBool]
 Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]
 Count = Annotated[
     int,

@@ -13,7 +13,6 @@ from argosy.config.overrides import Override
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
-from argosy.data.open import open_data
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import GIB, Cluster, as_cluster, parse_cluster, usual_price
@@ -335,6 +334,9 @@ def _epoch_samples(spec: RunSpec) -> int | None:
     """Return the samples of the training split of corpora on this machine; None if one is elsewhere, or not made yet."""
     if not all(Path(source.path).exists() for source in spec.data.sources.values()):
         return None
+    # Loaded here: it imports numpy, which rendering does without.
+    from argosy.data.open import open_data
+
     try:
         return open_data(spec).training().epoch_samples
     except (ArgosyError, OSError):

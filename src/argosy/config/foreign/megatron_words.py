@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ def number(text: str) -> int | float:
 
 def read_value(name: str, values: Values, read: Callable[[str], Any]) -> Any:
     try:
-        return read(values[0])
+        value = read(values[0])
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
+        return value
     except (ValueError, IndexError):
         raise ArgosyError(
             "config.bad-value",
