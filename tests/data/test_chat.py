@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from argosy.data.chat.chat_records import conversation_of, preference_of
+from argosy.data.chat.chat_records import conversation_of
 from argosy.data.chat.chat_template import ChatFormat, ChatTemplate, chat_format
+from argosy.data.chat.preference_records import preference_of
 from argosy.data.corpus.corpus import Corpus, open_corpus
 from argosy.data.corpus.merge import merge
 from argosy.data.corpus.verify import verify

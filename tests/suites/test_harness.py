@@ -92,6 +92,34 @@ def test_a_request_gets_the_same_answer_whatever_its_batch_and_rank(run: Path) -
     assert refused.value.code == "eval.bad-task"
 
 
+def test_an_empty_context_is_the_prefix_token_in_every_batch(run: Path, tmp_path: Path) -> None:
+    """The Hugging Face back end fails on a batch of empty contexts, so it is given the token as text."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from argosy.suites.harness_model import HarnessModel
+
+    def written(model: Any, contexts: list[str]) -> list[str]:
+        settings = {"until": ["zz"], "max_gen_toks": 6, "do_sample": False}
+        requests = [Instance("generate_until", {}, (one, dict(settings)), n) for n, one in enumerate(contexts)]
+        found: list[str] = model.generate_until(requests, disable_tqdm=True)
+        return found
+
+    text = text_model(load_model(str(run), device="cpu", precision="fp32"))
+    assert text.opening == []
+    export_hf(str(run), tmp_path / "hf", ExportOptions(verify=False))
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
+    [expected] = written(theirs, [theirs.tokenizer.decode([theirs.prefix_token_id])])
+    assert expected
+    assert theirs.prefix_token_id == text.start
+    for batch in (1, 2, 8):
+        model = HarnessModel(text, batch=batch)
+        assert written(model, ["", ""]) == [expected] * 2
+        mixed = written(model, ["colour 1?", "", "colour of the sky", ""])
+        assert mixed[1::2] == [expected] * 2
+        assert mixed[::2] == written(theirs, ["colour 1?", "colour of the sky"])
+
+
 def test_a_batch_that_fails_on_one_rank_is_refused_on_all() -> None:
     from argosy.suites.harness_model import RankShare
 

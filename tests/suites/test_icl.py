@@ -12,6 +12,7 @@ import yaml
 from argosy.config.foreign.foundry import from_foundry
 from argosy.config.foreign.foundry_icl import read_icl_tasks
 from argosy.config.suites import IclTaskSpec, IclType, TasksSpec
+from argosy.errors import ArgosyError
 
 TASKS: list[dict[str, Any]] = [
     {
@@ -59,6 +60,35 @@ def test_a_file_of_tasks_is_read(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"icl_tasks": TASKS[:2]}))
     sections, left = read_icl_tasks(path)
     assert ([section["name"] for section in sections], left) == (["piqa-0-shot", "piqa-2-shot", "winograd"], [])
+
+
+def test_the_length_of_an_answer_is_taken_over_and_other_settings_of_generation_are_listed(tmp_path: Path) -> None:
+    from argosy.infer.evaluate_tasks import read_icl_tasks as read_specs
+    from argosy.suites.icl_tasks import harness_config
+
+    def write(kind: str, **settings: Any) -> Path:
+        entry = {"label": "qa", "dataset_uri": "qa.jsonl", "icl_task_type": kind, "generation_kwargs": settings}
+        (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"icl_tasks": [entry]}))
+        return tmp_path / "tasks.yaml"
+
+    for name in ("max_new_tokens", "max_gen_toks"):
+        path = write(
+            "generation_task_with_answers", **{name: 5}, do_sample=False, use_cache=True, top_p=0.9, num_beams=1
+        )
+        assert read_icl_tasks(path)[1] == []
+        [task] = read_specs(path)
+        assert harness_config(task)["generation_kwargs"]["max_gen_toks"] == 5
+    [section], left = read_icl_tasks(
+        write("generation_task_with_answers", do_sample=True, temperature=0.7, num_beams=4)
+    )
+    assert "tokens" not in section
+    assert [item.split(": ")[0].rpartition(".")[2] for item in left] == ["do_sample", "num_beams", "temperature"]
+    [section], [item] = read_icl_tasks(write("multiple_choice", max_new_tokens=5))
+    assert "tokens" not in section
+    assert "only a generation task" in item
+    with pytest.raises(ArgosyError, match="greater than or equal to 1") as refused:
+        read_specs(write("generation_task_with_answers", max_new_tokens=0))
+    assert refused.value.key == "icl_tasks.qa.tokens"
 
 
 ROWS: dict[IclType, list[dict[str, Any]]] = {

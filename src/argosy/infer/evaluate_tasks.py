@@ -6,9 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from argosy.config.foreign.foundry_icl import read_icl_tasks as read_sections
+from argosy.config.refusals import refusal_of
 from argosy.config.suites import IclTaskSpec
 from argosy.errors import ArgosyError
 from argosy.infer.generate import source_tokenizer
@@ -101,4 +104,11 @@ def read_icl_tasks(path: Path) -> list[IclTaskSpec]:
     sections, left = read_sections(path)
     for item in left:
         _log.warning("no counterpart: %s", item)
-    return [IclTaskSpec.model_validate(section) for section in sections]
+    return [_icl_task(section) for section in sections]
+
+
+def _icl_task(section: dict[str, Any]) -> IclTaskSpec:
+    try:
+        return IclTaskSpec.model_validate(section)
+    except ValidationError as error:
+        raise refusal_of(error, {}, prefix=f"icl_tasks.{section['name']}") from None

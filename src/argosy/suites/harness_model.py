@@ -230,7 +230,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for number, request in enumerate(requests):
             context, settings = request.args
             key = orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
-            groups.setdefault(key, []).append((number, self.tok_encode(context)))
+            # Without a token there is nothing to continue.
+            groups.setdefault(key, []).append((number, self.tok_encode(context) or [self.prefix_token_id]))
         texts: dict[int, str] = {}
         for key, group in groups.items():
             settings = _generation(orjson.loads(key), self._text.limit)
@@ -334,7 +335,8 @@ def _generation(settings: dict[str, Any], limit: int) -> _Generation:
             f"a task writes up to {tokens} tokens, which leaves no room for its prompt in the model's {limit}",
             key="max_gen_toks",
             value=tokens,
-            fix=f"set max_gen_toks in the task's generation_kwargs to fewer than {limit}",
+            fix=f"set max_gen_toks in the task's generation_kwargs to fewer than {limit} (max_new_tokens in a file of "
+            "--icl-tasks, tokens in eval.tasks.icl)",
         )
     temperature = float(known.get("temperature", 1.0)) if known["do_sample"] else 0.0
     options = Sampling(tokens, temperature, int(known.get("top_k", _TOP_K)), 0, float(known.get("top_p", 1.0)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
-from argosy.config.suites import ICL_TYPES
+from argosy.config.suites import ICL_TYPES, IclType
 from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
 
@@ -19,9 +19,15 @@ _KEYS = {
     "continuation_delimiter": "continuation_delimiter",
     "question_prelimiter": "question_prelimiter",
 }
-_READ = {"label", "icl_task_type", "num_fewshot", *_KEYS}
+_READ = {"label", "icl_task_type", "num_fewshot", "generation_kwargs", *_KEYS}
 # Keys that need no counterpart: the metrics follow from the type.
 _NEEDLESS = {"metric_names", "batch_size", "has_categories"}
+# Names of the most tokens of an answer in `generation_kwargs`.
+_LENGTHS = ("max_new_tokens", "max_gen_toks")
+# Settings that change no answer, values that are those of greedy decoding, and settings that only sampling reads.
+_UNREAD = {"use_cache", "pad_token_id", *_LENGTHS}
+_GREEDY = {"do_sample": False, "num_beams": 1, "temperature": 0}
+_SAMPLING = {"temperature", "top_k", "top_p"}
 
 
 def read_icl_tasks(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -54,12 +60,30 @@ def _sections(entry: Any, left: list[str]) -> Iterator[dict[str, Any]]:
         )
         return
     left += [f"icl_tasks.{label}.{key}: {entry[key]}" for key in sorted(entry.keys() - _READ - _NEEDLESS)]
+    tokens = _tokens(label, kind, entry.get("generation_kwargs"), left)
     shots = entry.get("num_fewshot", [0])
     shots = shots if isinstance(shots, list) else [shots]
     for count in shots:
-        section = {ours: entry[theirs] for theirs, ours in _KEYS.items() if theirs in entry}
+        section: dict[str, Any] = {ours: entry[theirs] for theirs, ours in _KEYS.items() if theirs in entry}
         name = label if len(shots) == 1 else f"{label}-{count}-shot"
-        yield {"name": name, "type": kind, "few_shot": count} | section
+        yield {"name": name, "type": kind, "few_shot": count} | section | tokens
+
+
+def _tokens(label: str, kind: IclType, settings: Any, left: list[str]) -> dict[str, Any]:
+    """Return the most tokens of an answer, if `generation_kwargs` say it. Their other settings that matter go into `left`."""
+    if settings is None:
+        return {}
+    where = f"icl_tasks.{label}.generation_kwargs"
+    if kind != "generation" or not isinstance(settings, dict):
+        why = "only a generation task writes answers" if kind != "generation" else "not a section"
+        left.append(f"{where}: {settings}: {why}")
+        return {}
+    same = {key for key, value in _GREEDY.items() if key in settings and settings[key] == value}
+    unread = _UNREAD | same | (set() if settings.get("do_sample") else _SAMPLING)
+    why = f"answers are greedy, and only {_LENGTHS[0]} is taken over"
+    left += [f"{where}.{key}: {settings[key]}: {why}" for key in sorted(settings.keys() - unread)]
+    length = next((settings[key] for key in _LENGTHS if key in settings), None)
+    return {} if length is None else {"tokens": length}
 
 
 def take_over_icl(draft: Draft, entries: Any) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.chat.chat_records import CONVERSATION_KEYS, PREFERENCE_KEYS, conversation_of, preference_of
+from argosy.data.chat.chat_records import CONVERSATION_KEYS, conversation_of
 from argosy.data.chat.chat_template import ChatFormat, ChatTemplate, Rendered
+from argosy.data.chat.preference_records import PREFERENCE_KEYS, preference_of
 from argosy.data.prepare.documents import Encoded, Parse
 from argosy.data.text.blocks import Blocks, Piece
 from argosy.data.text.inputs import InputFile

@@ -1,13 +1,12 @@
-"""Read conversations from records: OpenAI messages, ShareGPT and Alpaca, and pairs of answers for preference tuning.
+"""Read conversations from records: OpenAI messages, ShareGPT and Alpaca.
 
 The form is recognised by its keys, record by record:
 
     {"messages": [{"role": "user", "content": …}, …]}                  OpenAI messages; tools and tool calls are passed on
     {"conversations": [{"from": "human", "value": …}, …]}              ShareGPT; "system" beside it is the first message
-    {"instruction": …, "input": …, "output": …}                        Alpaca; "input" and "system" may be missing
+    {"instruction": …, "input": …, "output": …}                        Alpaca; "input", "system" and "history" may be missing
 
-A preference has "chosen" and "rejected": two conversations as lists of messages, or two answers, as texts or messages, with the
-question in "prompt".
+Tables may hold a list of messages as JSON in a text, or as one list for each field: {"role": [...], "content": [...]}.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ from argosy.data.text.records import Fault, json_kind
 
 Message = dict[str, Any]
 # Keys and columns of the forms, in the order in which they are looked for.
-CONVERSATION_KEYS = ("messages", "conversations", "instruction", "input", "output", "system", "tools")
-PREFERENCE_KEYS = ("chosen", "rejected", "prompt", "system", "tools")
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+CONVERSATION_KEYS = ("messages", "conversations", "instruction", "input", "output", "history", "system", "tools")
+# Names of roles, in lower case, in which they are compared.
+ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
+}
 ASSISTANT = "assistant"
 
 
@@ -38,47 +40,40 @@ class Conversation:
 
 def conversation_of(record: Any) -> Conversation:
     """Return the conversation of a record. Raise `Fault` if it has none, or no turn of the assistant."""
-    _require_object(record)
-    if isinstance(record.get("instruction"), str):
-        asked, more = record["instruction"], record.get("input")
-        question = f"{asked}\n\n{more}" if more else asked
-        turns: Any = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": record.get("output")}]
-    else:
-        turns = next((record[key] for key in ("messages", "conversations") if record.get(key) is not None), None)
-        if turns is None:
-            raise Fault(
-                "missing-key", f"neither messages, conversations nor instruction among {', '.join(list(record)[:8])}"
-            )
-    return _conversation(_messages(turns), record)
+    require_object(record)
+    key = next((key for key in ("messages", "conversations") if record.get(key)), None)
+    if key is None and isinstance(record.get("instruction"), str):
+        turns = [*instruction_turns(record), *read_messages([{"role": ASSISTANT, "content": record.get("output")}])]
+        return conversation(turns, record)
+    # An empty list is a conversation without a turn.
+    key = key or next((key for key in ("messages", "conversations") if record.get(key) is not None), None)
+    if key is None:
+        raise Fault(
+            "missing-key", f"neither messages, conversations nor instruction among {', '.join(list(record)[:8])}"
+        )
+    return conversation(read_messages(record[key], key), record)
 
 
-def preference_of(record: Any) -> tuple[Conversation, Conversation]:
-    """Return the chosen and the rejected conversation of a record. Raise `Fault` if it does not have both.
-
-    Both learn the same way: the last turn of the assistant.
-    """
-    _require_object(record)
-    asked = record.get("prompt")
-    prompt = _messages([{"role": "user", "content": asked}] if isinstance(asked, str) else asked or [])
-    both = []
-    for key in ("chosen", "rejected"):
-        answer = record.get(key)
-        if answer is None:
-            raise Fault("missing-key", f"no {key!r} among {', '.join(list(record)[:8])}")
-        turns = _messages([{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer)
-        # Some data sets repeat the prompt in both conversations.
-        whole = turns if turns[: len(prompt)] == prompt else [*prompt, *turns]
-        found = _conversation(whole, record)
-        if found.learnt[-1] != len(found.messages) - 1:
-            raise Fault("no-answer", f"{key} does not end with a turn of the assistant")
-        both.append(Conversation(found.messages, found.learnt[-1:], found.tools))
-    chosen, rejected = both
-    if chosen.messages[:-1] != rejected.messages[:-1]:
-        raise Fault("other-prompt", "chosen and rejected differ before their last turn")
-    return chosen, rejected
+def instruction_turns(record: dict[str, Any]) -> list[Message]:
+    """Return the earlier turns and the question of a record in Alpaca's form."""
+    parts = [record.get(key) for key in ("instruction", "input")]
+    for key, part in zip(("instruction", "input"), parts, strict=True):
+        if part is not None and not isinstance(part, str):
+            raise Fault("not-text", f"{key} is {json_kind(part)} where text belongs")
+    question = "\n\n".join(part for part in parts if part and not part.isspace())
+    history = record.get("history") or []
+    if isinstance(history, str):
+        history = from_json(history, "not-messages", "history")
+    turns: list[Message] = []
+    for number, pair in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise Fault("not-messages", f"entry {number} of history is not a pair of a question and an answer")
+        turns += [{"role": "user", "content": pair[0]}, {"role": ASSISTANT, "content": pair[1]}]
+    return read_messages([*turns, {"role": "user", "content": question}])
 
 
-def _conversation(messages: list[Message], record: dict[str, Any]) -> Conversation:
+def conversation(messages: list[Message], record: dict[str, Any]) -> Conversation:
+    """Return messages as a conversation, with the record's system message and tools. Raise `Fault` if nothing is to be learnt."""
     system = record.get("system")
     if system and isinstance(system, str) and messages[:1] and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -91,7 +86,7 @@ def _conversation(messages: list[Message], record: dict[str, Any]) -> Conversati
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools. Data sets without nested columns keep them as JSON in a text; templates iterate over a list."""
-    found = _from_json(value, "tools") if isinstance(value, str) and value else value
+    found = from_json(value, "not-tools", "tools") if isinstance(value, str) and value else value
     if found and not isinstance(found, list):
         raise Fault("not-tools", f"tools is {json_kind(found)} where a list belongs")
     return found or None
@@ -102,23 +97,39 @@ def _tool_call(call: Any, number: int) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = _from_json(function["arguments"], f"arguments of a tool call in message {number}")
+    arguments = from_json(function["arguments"], "not-tools", f"arguments of a tool call in message {number}")
     if not isinstance(arguments, dict):
         raise Fault("not-tools", f"a tool call in message {number} has {json_kind(arguments)} as arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _from_json(text: str, what: str) -> Any:
+def from_json(text: str, kind: str, what: str) -> Any:
+    """Return the value of JSON in a text. Raise `Fault` of a kind if the text is not JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Fault("not-tools", f"{what}: not JSON: {error}") from None
+        raise Fault(kind, f"{what}: not JSON: {error}") from None
 
 
-def _messages(turns: Any) -> list[Message]:
+def read_messages(turns: Any, what: str = "the record") -> list[Message]:
+    """Return a list of messages, whichever way the record holds it. Raise `Fault` if it is no list of messages."""
+    if isinstance(turns, str):
+        turns = from_json(turns, "not-messages", f"{what} is a text where a list of messages belongs")
+    if isinstance(turns, dict) and any(isinstance(turns.get(key), list) for key in ("role", "from")):
+        turns = _rows(turns, what)
     if not isinstance(turns, list):
         raise Fault("not-messages", f"{json_kind(turns)} where a list of messages belongs")
     return [_message(turn, number) for number, turn in enumerate(turns)]
+
+
+def _rows(columns: dict[str, Any], what: str) -> list[Message]:
+    """Return the messages of an object that has one list for each field, as `datasets` stores a sequence of objects."""
+    lists = {key: values for key, values in columns.items() if values is not None}
+    lengths = {key: len(values) if isinstance(values, list) else -1 for key, values in lists.items()}
+    if len(set(lengths.values())) != 1:
+        sizes = ", ".join(f"{key} {'no list' if size < 0 else size}" for key, size in lengths.items())
+        raise Fault("not-messages", f"{what} has lists of different lengths: {sizes}")
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
 
 
 def _message(turn: Any, number: int) -> Message:
@@ -138,7 +149,7 @@ def _message(turn: Any, number: int) -> Message:
         fields["tool_calls"] = [_tool_call(call, number) for call in fields["tool_calls"]]
     if content is not None and "\x00" in content:
         raise Fault("nul", f"message {number} has a NUL character at position {content.index(chr(0))}")
-    return {"role": ROLES.get(role, role), "content": content or "", **fields}
+    return {"role": ROLES.get(role.lower(), role), "content": content or "", **fields}
 
 
 def _joined(parts: list[Any], number: int) -> str:
@@ -149,6 +160,7 @@ def _joined(parts: list[Any], number: int) -> str:
     return "".join(str(text) for text in texts)
 
 
-def _require_object(record: Any) -> None:
+def require_object(record: Any) -> None:
+    """Raise `Fault` unless a record is an object."""
     if not isinstance(record, dict):
         raise Fault("not-an-object", f"the record is {json_kind(record)}")

@@ -9,14 +9,15 @@ The turns are found in one of two ways:
 - A template with `{% generation %}` blocks marks them itself.
 - Any other template is rendered once for each turn: the text up to a turn, with the generation prompt, and the text up to its end.
   Both must be beginnings of the whole text. A template that rewrites earlier turns (by dropping the reasoning of all but the last
-  one, for instance) is refused: a model would learn answers to a prompt that it never sees.
+  one, for instance) is refused: a model would learn answers to a prompt that it never sees. Some templates cannot render the text
+  up to a turn: no message before the assistant's first, for instance. There a turn begins where its text depends on the answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -158,14 +159,17 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     def _turn(self, conversation: Conversation, number: int, whole: str) -> Span:
-        before = self._text(conversation, number, prompt=True)
         after = self._text(conversation, number + 1)
+        try:
+            before = self._text(conversation, number, prompt=True)
+            if number == 0 and not after.startswith(before):
+                before = self._independent(conversation, number, after)
+        except Fault:
+            before = self._independent(conversation, number, after)
         if whole.startswith(after) and after.startswith(before):
             return len(before), len(after)
         differs = before if not after.startswith(before) else after
-        place = next(
-            (n for n, (a, b) in enumerate(zip(differs, whole, strict=False)) if a != b), min(len(differs), len(whole))
-        )
+        place = _shared(differs, whole)
         raise ArgosyError(
             "data.bad-template",
             f"the chat template rewrites earlier turns: rendered up to message {number}, a conversation reads "
@@ -173,6 +177,12 @@ class ChatTemplate:
             key="--chat-template",
             fix="give a template that only appends, or that marks the turns with {% generation %}: --chat-template FILE.jinja",
         )
+
+    def _independent(self, conversation: Conversation, number: int, text: str) -> str:
+        """Return the beginning of a text, which ends with a turn, that is the same for another answer."""
+        other = {"role": ASSISTANT, "content": _BEGIN}
+        changed = self._text(replace(conversation, messages=[*conversation.messages[:number], other]), number + 1)
+        return text[: _shared(text, changed)]
 
     def _text(self, conversation: Conversation, messages: int, *, prompt: bool = False) -> str:
         template = self._compiled
@@ -196,6 +206,12 @@ class ChatTemplate:
             why = str(error) or type(error).__name__
             raise Fault("template", f"the chat template fails: {why}") from None
         return "".join(pieces)
+
+
+def _shared(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    places = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in places if a != b), min(len(one), len(other)))
 
 
 def _unmark(marked: str) -> tuple[str, list[Span]]:

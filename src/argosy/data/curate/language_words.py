@@ -3,6 +3,8 @@
 In running text of a European language a fifth to a third of the words are function words, and few of them are shared with another
 language. That needs no model file. It is meant for documents, not for single sentences: for finer work let fastText or GlotLID write
 a label, and keep records by it with the step `field`.
+
+Languages that are not listed are "unknown". Those near to a listed one have evidence in `unlisted_languages`.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ from pydantic import field_validator
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
 from argosy.data.curate.text_batch import TextBatch
+from argosy.data.curate.unlisted_languages import OTHER_WORDS, is_other_language
 from argosy.data.curate.word_sequence import Hashes
 
 # Folded: lower case, without accents.
 FUNCTION_WORDS = {
     "en": "the of and to in is that it for was on are as with his they be at this have from or had by but not what were when your",
     "de": "der die und das den nicht mit dem ist im eine sich auch auf fur von zu ein des werden bei oder wie einer nach wird aus",
-    "fr": "le les des et est dans pour une pas sur qui plus avec ce sont du par au il elle nous vous mais ont cette aux leur ses",
-    "es": "el los las que una por con para como pero sus del mas este fue esta han son muy entre cuando todo ya hay desde su lo",
-    "it": "il che di per una non sono del della con gli nel come anche piu alla dei ha delle ma si questo degli nella da al era",
-    "pt": "os que uma nao com para mais dos como ao das pela foi seu sua ou ser quando muito tem nos ja pelo isso pelos da em do",
-    "nl": "het een van en dat niet zijn op te met voor aan er om dan zou maar ook bij wordt door naar heeft hij deze uit nog kan",
+    "fr": "le les des et est dans pour une pas sur qui plus avec ce sont du par au il elle nous vous mais ont cette aux leur ses de la en un que ne se",
+    "es": "el los las que una por con para como pero sus del mas este fue esta han son muy entre cuando todo ya hay desde su lo es de la en se un al no",
+    "it": "il che di per una non sono del della con gli nel come anche piu alla dei ha delle ma si questo degli nella da al era la le un in lo se",
+    "pt": "os que uma nao com para mais dos como ao das pela foi seu sua ou ser quando muito tem nos ja pelo isso pelos da em do de um se na no as",
+    "nl": "het een van en dat niet zijn op te met voor aan er om dan zou maar ook bij wordt door naar heeft hij deze uit nog kan de in is als die of",
     "sv": "och att det som en pa ar av for med den till inte har de ett om han men var fran sig hon under eller kan nar ska aven",
-    "pl": "nie sie na jest ze jak przez ale po tak co dla od byc tego juz czy oraz ktory moze tylko ma lub ich jego sa byl bardzo",
+    "pl": "nie sie na jest ze jak przez ale po tak co dla od byc tego juz czy oraz ktory moze tylko ma lub ich jego sa byl bardzo do za",
 }
 # Name -> ranges of code points. A script stands for its most written language.
 SCRIPTS = {
@@ -67,8 +70,8 @@ class Step(CurationStep):
         best = shares.argmax(axis=0)
         result = StepResult()
         for number in batch.living():
-            share, name = float(shares[best[number], number]), LANGUAGES[int(best[number])]
-            if share < self.min_share:
+            name = LANGUAGES[best[number]] if best[number] < len(LANGUAGES) else None
+            if name is None or shares[best[number], number] < self.min_share:
                 result.removed[number] = "unknown"
             elif name not in self.keep:
                 result.removed[number] = name
@@ -78,13 +81,16 @@ class Step(CurationStep):
 @cache
 def _table() -> tuple[Hashes, npt.NDArray[np.bool_]]:
     """Return the sorted hashes of all function words, and which language has which."""
-    hashes = [TextBatch([words]).folded_words.hashes for words in FUNCTION_WORDS.values()]
+    hashes = [TextBatch([words]).folded_words.hashes for words in (*FUNCTION_WORDS.values(), *OTHER_WORDS.values())]
     every = np.unique(np.concatenate(hashes))
     return every, np.stack([np.isin(every, of_language) for of_language in hashes])
 
 
 def language_shares(batch: TextBatch) -> npt.NDArray[np.float64]:
-    """Return for each language of LANGUAGES and each document the share of its function words, or of its script."""
+    """Return for each language and each document the share of its function words, or of its script.
+
+    The rows are those of LANGUAGES, and then of OTHER_WORDS.
+    """
     words, count = batch.folded_words, len(batch.texts)
     every, of_language = _table()
     place = np.minimum(np.searchsorted(every, words.hashes), len(every) - 1)
@@ -94,8 +100,9 @@ def language_shares(batch: TextBatch) -> npt.NDArray[np.float64]:
     np.add.at(per_word, (documents, place), 1)
     total = np.maximum(words.per_document, 1)
     latin = (per_word @ of_language.T).T / total
-    scripts = [_script_shares(text) for text in batch.texts]
-    return np.concatenate((latin, np.array(scripts).reshape(count, len(SCRIPTS)).T))
+    scripts = np.array([_script_shares(text) for text in batch.texts]).reshape(count, len(SCRIPTS)).T
+    listed = len(FUNCTION_WORDS)
+    return np.concatenate((latin[:listed], scripts, latin[listed:]))
 
 
 def _script_shares(text: str) -> list[float]:
@@ -109,4 +116,5 @@ def _script_shares(text: str) -> list[float]:
     letters = max(1, sum(map(str.isalpha, text)))
     if counts["ja"] > _KANA_SHARE * letters:
         counts["ja"], counts["zh"] = counts["ja"] + counts["zh"], 0
+    counts |= {name: 0 for name, count in counts.items() if count and is_other_language(name, text, count)}
     return [counts[name] / letters for name in SCRIPTS]
