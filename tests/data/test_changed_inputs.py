@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -15,13 +16,19 @@ import zstandard
 from meanwhile import when_reading
 
 from argosy.data.corpus.corpus_manifest import Manifest, read_manifest
+from argosy.data.curate import curate_work
+from argosy.data.curate.curate_job import curate
+from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.curated_part import CuratedPartMaker
+from argosy.data.curate.pipeline_spec import make_pipeline
 from argosy.data.prepare import job as preparing
 from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
+from argosy.data.prepare.work_plan import Plan
 from argosy.data.text import inputs as inputs_module
 from argosy.data.text.input_files import open_input
-from argosy.data.text.inputs import local_input
+from argosy.data.text.inputs import InputFile, local_input
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.data.text.train_tokenizer import train_tokenizer_on
 from argosy.errors import ArgosyError
@@ -145,6 +152,134 @@ def test_after_a_kill_parts_of_another_version_are_not_joined(
     assert " -> " in error.cause
     moved.rename(path)
     assert make(path, out) == make(path, tmp_path / "undisturbed")
+
+
+def rewrite_unseen(path: Path, word: bytes = b"wurd") -> None:
+    """Rewrite the file in place with the same size and modification time, as `rsync --inplace --times` does."""
+    content, facts = path.read_bytes(), path.stat()
+    if path.name.endswith(".gz"):
+        changed = gzip.compress(gzip.decompress(content).replace(b"word", word), 0)
+    else:
+        changed = content.replace(b"word", word)
+    assert len(changed) == len(content)
+    with path.open("r+b") as file:
+        file.write(changed)
+    wait_for_another_ctime(path, facts)
+
+
+def wait_for_another_ctime(path: Path, facts: os.stat_result) -> None:
+    """Set the modification time until the ctime differs. Both have the resolution of the kernel's clock, a few ms."""
+    while path.stat().st_ctime_ns == facts.st_ctime_ns or path.stat().st_mtime_ns != facts.st_mtime_ns:
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def kill_after_two_parts(monkeypatch: pytest.MonkeyPatch, path: Path, out: Path, **options: object) -> None:
+    parts = iter(range(100))
+
+    def killed(self: object, name: object, facts: object) -> None:
+        if next(parts) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing.Joiner, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(path, out, **options)
+    assert list((out / ".parts").glob("*-*.json"))
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".txt", ".parquet"])
+def test_after_a_kill_other_content_with_the_same_size_and_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
+    path, out = write(tmp_path / f"in{kind}"), tmp_path / "out"
+    options = {"text_lines": kind == ".txt"}
+    kill_after_two_parts(monkeypatch, path, out, **options)
+    rewrite_unseen(path)
+    for _ in range(2):
+        error = refused(lambda: make(path, out, **options))
+        assert error.code == "data.input-changed"
+        assert f"{path} changed after parts of {out} had been made from it: content of block 0 CRC-32 " in error.cause
+    assert make(path, out, overwrite=True, **options) == make(path, tmp_path / "new", **options)
+
+
+def test_after_a_kill_another_ctime_alone_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
+    path, out = write(tmp_path / "in.jsonl"), tmp_path / "out"
+    kill_after_two_parts(monkeypatch, path, out)
+    wait_for_another_ctime(path, path.stat())
+    assert make(path, out) == make(path, tmp_path / "undisturbed")
+
+
+def test_a_plan_of_an_earlier_version_without_ctimes_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
+    path, out = write(tmp_path / "in.jsonl"), tmp_path / "out"
+    kill_after_two_parts(monkeypatch, path, out)
+    plan = json.loads((out / ".parts" / "plan").read_bytes())
+    assert plan.pop("ctimes") == [path.stat().st_ctime_ns]
+    (out / ".parts" / "plan").write_text(json.dumps(plan))
+    wait_for_another_ctime(path, path.stat())
+    assert make(path, out) == make(path, tmp_path / "undisturbed")
+
+
+def test_the_hash_of_a_plan_does_not_depend_on_the_ctime(tmp_path: Path) -> None:
+    file = local_input(str(write(tmp_path / "in.jsonl")))
+    plan, later = (Plan.of("options", [dataclasses.replace(file, ctime=ctime)], with_inodes=True) for ctime in (1, 2))
+    assert plan.digest() == later.digest()
+    assert (plan.touched(plan.content()), later.touched(plan.content())) == (set(), {file.path})
+
+
+def test_curate_compares_the_content_of_finished_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curate_work, "block_size", lambda files: 500)
+    path, out, made = write(tmp_path / "in.jsonl"), tmp_path / "out", iter(range(100))
+    pipeline = make_pipeline({"inputs": [str(path)], "output": str(out), "steps": ["exact_duplicates"]})
+    make_part = CuratedPartMaker.make
+
+    def killed(self: CuratedPartMaker, name: object, group: list[InputFile]) -> object:
+        if next(made) == 2:
+            raise KeyboardInterrupt
+        return make_part(self, name, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CuratedPartMaker, "make", killed)
+        with pytest.raises(KeyboardInterrupt):
+            curate(pipeline, CurateSharing(workers=1))
+    rewrite_unseen(path)
+    error = refused(lambda: curate(pipeline, CurateSharing(workers=1)))
+    assert (error.code, str(path) in error.cause) == ("data.input-changed", True)
+    report = curate(pipeline, CurateSharing(workers=1, overwrite=True))
+    assert report is not None
+    assert report.documents == 40
+
+
+def test_other_processes_compare_finished_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
+    path, out = write(tmp_path / "in.jsonl"), tmp_path / "out"
+    kill_after_two_parts(monkeypatch, path, out)
+    rewrite_unseen(path)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
+    assert refused(lambda: make(path, out, workers=2)).code == "data.input-changed"
+    assert make(path, out, workers=2, overwrite=True) == make(path, tmp_path / "new", workers=1)
+
+
+def test_machines_compare_their_content_with_that_of_the_others(tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in.jsonl"), tmp_path / "out"
+    options = [PrepareOptions(workers=1, shards=2, machine=machine, machines=2) for machine in (0, 1)]
+    assert prepare([str(path)], ByteTokenizer(), out, options[0]) is None
+    rewrite_unseen(path)
+    error = refused(lambda: prepare([str(path)], ByteTokenizer(), out, options[1]))
+    assert (error.code, str(path) in error.cause) == ("data.input-changed", True)
+
+
+def test_other_content_with_the_same_size_and_time_is_seen_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
+    path = write(tmp_path / "in.jsonl")
+    when_reading(monkeypatch, lambda _: rewrite_unseen(path))
+    error = refused(lambda: make(path, tmp_path / "out"))
+    assert (error.code, str(path) in error.cause) == ("data.input-changed", True)
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_a_change_is_seen_by_other_processes_and_crosses_from_them(

@@ -23,9 +23,10 @@ Message = dict[str, Any]
 CONVERSATION_KEYS = ("messages", "conversations", "instruction", "input", "output", "history", "system", "tools")
 # Names of roles, in lower case, in which they are compared.
 ROLES = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
-}
+    "system": "system", "tool": "tool",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+}  # fmt: skip
 ASSISTANT = "assistant"
 
 

@@ -42,6 +42,7 @@ from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.resuming import cannot_write, resumed
+from argosy.data.prepare.touched_inputs import check_since_listed, check_since_plan
 from argosy.data.prepare.workers import Task
 from argosy.data.text.inputs import require_no_texts
 from argosy.errors import ArgosyError
@@ -65,8 +66,9 @@ def _curate(pipeline: Pipeline, sharing: CurateSharing) -> CurationReport | None
         return CurationReport.read(job.work.output)
     try:
         with job.runner:
-            if job.claim():
+            if job.claim() and job.has_same_inputs():
                 job.make_parts()
+                check_since_listed(job.work, job.runner)
                 if not job.has_all(list_path):
                     return None
                 job.find_duplicates()
@@ -122,6 +124,17 @@ class CurateJob:
         if work.tokenizer is not None:
             name, content = work.tokenizer.stored()
             replace_file(work.output / name, content)
+        return True
+
+    def has_same_inputs(self) -> bool:
+        """Refuse inputs that an earlier attempt read with other content. With `overwrite`, claim the output anew."""
+        try:
+            check_since_plan(self.work, self.runner)
+        except ArgosyError as error:
+            if error.code != "data.input-changed" or not self.work.overwrite:
+                raise
+            self._claim.clear()
+            return self.claim()
         return True
 
     def release(self) -> None:

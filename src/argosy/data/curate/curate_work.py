@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from argosy.data.prepare.work_plan import Plan
 from argosy.data.text.inputs import InputFile, find_inputs, group_inputs
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.host_cores import available_cores
+
+_log = logging.getLogger(__name__)
 
 REPORT_FILE = "curation.json"
 # Not a suffix that `prepare` reads, so that a directory of JSON lines is an input as a whole.
@@ -48,7 +51,7 @@ class CurateWork:
     def __init__(self, pipeline: Pipeline, sharing: CurateSharing) -> None:
         spec = pipeline.spec
         self.pipeline, self.options, self.output = pipeline, sharing, Path(spec.output)
-        self.files = find_inputs(spec.inputs)
+        self.files = find_inputs(spec.inputs, report=_log.info)
         self.parts = self.output / PARTS
         self.groups = group_inputs(self.files, spec.txt_unit == "line")
         self.tokenizer: Tokenizer | None = None if spec.tokenizer is None else load_tokenizer(spec.tokenizer, spec.eod)
@@ -133,7 +136,7 @@ class CurateWork:
 
 
 def _versions(files: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    found: list[InputFile] = find_inputs(files) if files else []
+    found: list[InputFile] = find_inputs(files, may_repeat=True) if files else []
     return [astuple(file)[:3] for file in found]
 
 

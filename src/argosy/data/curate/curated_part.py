@@ -28,8 +28,9 @@ from argosy.data.curate.curation_step import CurationStep
 from argosy.data.curate.document_marks import ComparingStep, Marks, joined_marks
 from argosy.data.curate.duplicate_search import write_marks
 from argosy.data.curate.text_batch import TextBatch
+from argosy.data.prepare.content_check import compare_part
 from argosy.data.prepare.documents import Encoder, encode_documents
-from argosy.data.prepare.parts import PartName
+from argosy.data.prepare.parts import CheckedPart, PartName
 from argosy.data.prepare.resuming import cannot_write
 from argosy.data.text.blocks import Piece
 from argosy.data.text.input_files import check_unchanged
@@ -187,6 +188,10 @@ class CuratedPartMaker:
 
     def make(self, name: Any, group: list[InputFile]) -> Any:
         """Make the part of a block, unless it exists, or do other work."""
+        if isinstance(name, CheckedPart):
+            return compare_part(
+                self.directory / f"{name}.json", name.block, lambda: self._reader(name, group)[0], group
+            )
         if not isinstance(name, PartName):
             return name.run()
         finished = read_curated(self.directory, name, tokens=self.encoder is not None)

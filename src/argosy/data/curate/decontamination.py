@@ -57,7 +57,8 @@ class Step(CurationStep):
 def _index(against: tuple[str, ...], n: int) -> tuple[Hashes, npt.NDArray[np.bool_]]:
     """Return the sorted hashes of the n-grams of all evaluation sets, and a table of their highest bits."""
     found: list[Hashes] = []
-    for file in find_inputs(against):
+    # An evaluation set that is named twice removes nothing more.
+    for file in find_inputs(against, may_repeat=True):
         if file.is_table:
             raise ArgosyError(
                 "data.bad-input",

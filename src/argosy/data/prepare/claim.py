@@ -136,6 +136,13 @@ class OutputClaim:
                 # A kill between the manifest and the end of the job leaves the parts.
                 shutil.rmtree(work.parts, ignore_errors=True)
             raise refusal
+        self.clear()
+        return True
+
+    def clear(self) -> None:
+        """Remove the output of another job, and its parts. Refuse it while another process works on them."""
+        work = self.work
+        self.release()
         work.parts.mkdir(parents=True, exist_ok=True)
         with locked(work.parts / "locks", wait=False) as free:
             if not free:
@@ -148,7 +155,6 @@ class OutputClaim:
                 )
             work.clear()
             shutil.rmtree(work.parts, ignore_errors=True)
-        return True
 
     def _refusal(self, plan: Path) -> ArgosyError | None:
         """Return the error that refuses what is in the output, or None if it is an unfinished attempt of the same job."""

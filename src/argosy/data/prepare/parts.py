@@ -23,6 +23,7 @@ import orjson
 
 from argosy.data.chat.chat_template import ChatFormat
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for
+from argosy.data.prepare.content_check import compare_part
 from argosy.data.prepare.documents import Documents, Encoder, Parse, TextDocuments
 from argosy.data.prepare.resuming import cannot_write
 from argosy.data.text.blocks import Blocks, Piece
@@ -47,6 +48,10 @@ class PartName:
     def pair(self, key: int) -> str:
         """Return the name of the pair of the `key`-th key."""
         return f"{self}.{key}"
+
+
+class CheckedPart(PartName):
+    """A finished part whose inputs are read again, to compare their content with what the part was made of."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,15 @@ class PartMaker:
         # The open input: (group, next block, reader, parser).
         self._open: tuple[int, int, Blocks, Parse] | None = None
 
-    def make(self, name: PartName, group: list[InputFile]) -> PartFacts:
-        """Make the part of a block of `group`, unless it exists. Refuse it if the inputs changed meanwhile."""
+    def make(self, name: PartName, group: list[InputFile]) -> PartFacts | dict[str, Any] | None:
+        """Make the part of a block of `group`, unless it exists. Refuse it if the inputs changed meanwhile.
+
+        Returns:
+            The facts of the part. For a CheckedPart the result of `compare_part`.
+        """
+        if isinstance(name, CheckedPart):
+            facts_path = self.directory / f"{name}.json"
+            return compare_part(facts_path, name.block, lambda: self._reader(name, group)[0], group)
         finished = read_facts(self.directory, name)
         if finished is not None:
             return finished

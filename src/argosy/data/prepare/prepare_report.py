@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 
+_log = logging.getLogger(__name__)
+
 
 def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> str:
     """Return the report of a dry run, after the checks that need no text."""
-    work = Work(find_inputs(inputs, as_text=options.as_text), tokenizer, output, options)
+    work = Work(find_inputs(inputs, report=_log.info, as_text=options.as_text), tokenizer, output, options)
     eod = "no end-of-document token" if work.eod is None else f"id {work.eod} ends each document"
     lines = [f"{file.path}  {file.size:,} bytes" for file in work.files]
     total = sum(file.size for file in work.files)

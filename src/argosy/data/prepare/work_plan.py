@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -34,12 +35,24 @@ class Plan:
 
     def content(self) -> bytes:
         """Return the plan as JSON."""
-        return orjson.dumps({"options": self.options, "inputs": [astuple(file)[:4] for file in self.inputs]})
+        return orjson.dumps(self._facts() | {"ctimes": [file.ctime for file in self.inputs]})
+
+    def _facts(self) -> dict[str, Any]:
+        return {"options": self.options, "inputs": [astuple(file)[:4] for file in self.inputs]}
 
     def digest(self) -> str:
         """Return a hash of the plan that does not depend on the machine."""
         plan = replace(self, inputs=tuple(replace(file, inode=0) for file in self.inputs))
-        return hashlib.sha256(plan.content()).hexdigest()
+        return hashlib.sha256(orjson.dumps(plan._facts())).hexdigest()
+
+    def touched(self, stored: bytes) -> set[str]:
+        """Return the inputs whose ctime differs from that of a stored plan: their content may have changed, or only their facts.
+
+        Plans of earlier versions kept no ctimes. Then nothing is known to have changed.
+        """
+        ctimes = orjson.loads(stored).get("ctimes", [])
+        pairs = zip(self.inputs, ctimes, strict=False)
+        return {file.path for file, before in pairs if before and file.ctime and before != file.ctime}
 
     def difference(self, stored: bytes, output: Path) -> ArgosyError | None:
         """Return the error that explains why the parts of a stored plan cannot be used for this one, or None if they can."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,8 @@ from argosy.data.text.readers import all_texts
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
+
+_log = logging.getLogger(__name__)
 
 
 def train_tokenizer_on(
@@ -26,7 +29,8 @@ def train_tokenizer_on(
             fix="choose another, or pass --overwrite",
         )
 
-    documents = all_texts(group_inputs(find_inputs(inputs, as_text=as_text), text_lines=False), keys)
+    files = find_inputs(inputs, report=_log.info, as_text=as_text)
+    documents = all_texts(group_inputs(files, text_lines=False), keys)
     first = next(documents, None)
     if first is None:
         raise ArgosyError("data.bad-records", "no document could be used", fix=f"is --key {', '.join(keys)} right?")
