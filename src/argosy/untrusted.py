@@ -84,7 +84,8 @@ def read_object(path: Path, limit: int = 64 * MIB, *, within: Path | None = None
 
 def resolve_inside(path: Path, directory: Path) -> Path:
     """Resolve the links of `path`. Refuse a target that is neither in `directory` nor a blob of a Hub cache."""
-    real, root = path.resolve(strict=True), directory.resolve(strict=True)
+    # `Path.resolve` reports a loop of links as a RuntimeError before Python 3.13.
+    real, root = (Path(os.path.realpath(one, strict=True)) for one in (path, directory))
     if real.is_relative_to(root) or _is_blob(real, root):
         return real
     raise _refused(path, f"it is a link to {real}, outside {directory}", errno.EPERM)
@@ -100,7 +101,7 @@ def _is_blob(real: Path, root: Path) -> bool:
     repository = real.parent.parent
     if repository / "snapshots" in root.parents:
         return True
-    return repository.name.startswith("models--") and repository.parent == _hub_cache().resolve()
+    return repository.name.startswith("models--") and repository.parent == Path(os.path.realpath(_hub_cache()))
 
 
 def _hub_cache() -> Path:

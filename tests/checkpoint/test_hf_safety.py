@@ -27,6 +27,9 @@ from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.corpus.indexed import IndexedReader
 from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.infer.generate import sample
+from argosy.infer.loading import load_model
+from argosy.model.decoding import Sampling
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.tail import Tail
 from argosy.untrusted import read_regular
@@ -202,6 +205,16 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(name: str, kind:
     assert (kind if kind != "a device" else "outside") in error.cause
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.txt", "."])
+def test_a_loop_of_links_is_refused_in_words(name: str, hf: Path, tmp_path: Path) -> None:
+    if name == ".":
+        hf = tmp_path / "loop"
+    link(hf / name, hf / name)
+    for work in (lambda: import_hf(f"hf:{hf}", tmp_path / "ours"), lambda: read_regular(hf / name, 9, within=hf)):
+        with pytest.raises((ArgosyError, OSError), match="Too many levels of symbolic links"):
+            work()
+
+
 @pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a socket"])
 def test_no_other_reader_waits_for_a_fifo(kind: str, tmp_path: Path) -> None:
     def planted(name: str) -> Path:
@@ -262,6 +275,58 @@ def test_weights_that_are_no_numbers_are_named_at_the_import(number: float, hf: 
     assert "1 numbers of" in error.cause
     source = open_source(f"hf:{hf}")
     assert name in refusal(lambda: [source.read(one) for one in source.infos]).cause
+
+
+@pytest.mark.parametrize("number", [1e300, -3.5e38])
+def test_weights_beyond_the_range_of_32_bit_floats_are_named_at_the_import(
+    number: float, hf: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights = {one: value.double() for one, value in load_file(hf / "model.safetensors").items()}
+    weights[name][3, 5] = torch.finfo(torch.float32).max
+    save_file(weights, hf / "model.safetensors", {"format": "pt"})
+    import_hf(f"hf:{hf}", tmp_path / "largest")
+    weights[name][3, 5] = number
+    save_file(weights, hf / "model.safetensors", {"format": "pt"})
+    error = refusal(lambda: import_hf(f"hf:{hf}", tmp_path / "ours"))
+    assert error.code == "hf.bad-files"
+    assert f"{name} in model.safetensors holds {number:g}" in error.cause
+    assert not (tmp_path / "ours").exists()
+
+
+def test_weights_beyond_the_precision_they_are_loaded_in_are_named(hf: Path) -> None:
+    weights = load_file(hf / "model.safetensors")
+    weights["model.norm.weight"][2] = 1e5
+    save_file(weights, hf / "model.safetensors", {"format": "pt"})
+    load_model(f"hf:{hf}", device="cpu", precision="bf16")
+    error = refusal(lambda: load_model(f"hf:{hf}", device="cpu", precision="fp16"))
+    assert error.code == "checkpoint.mismatch"
+    assert "norm.weight holds 100000" in error.cause
+
+
+def test_tokens_that_the_model_has_no_row_for_are_named_at_the_import_and_refused_in_a_prompt(
+    hf: Path, tmp_path: Path
+) -> None:
+    assert "warning" not in import_hf(f"hf:{hf}", tmp_path / "before").describe(done=True)
+    (hf / "tokenizer.json").write_text(
+        Tokenizer(models.WordLevel({"a": 0, "b": 256, "[UNK]": 1, "<x>": 9999}, unk_token="[UNK]")).to_str()
+    )
+    told = import_hf(f"hf:{hf}", tmp_path / "ours").describe(done=True)
+    assert "warning: the tokenizer has ids up to 9,999 ('<x>'), and the model's vocabulary ends at 256" in told
+    for where in (str(tmp_path / "ours"), f"hf:{hf}"):
+        assert sample(where, "b", Sampling(1), "cpu").startswith("b")
+        error = refusal(lambda where=where: sample(where, "<x>", Sampling(1), "cpu"))
+        assert (error.code, error.key) == ("tokenizer.vocabulary", "--prompt")
+        assert "'<x>', whose id is 9,999" in error.cause
+
+
+def test_a_beginning_of_text_that_the_model_has_no_row_for_is_refused(hf: Path) -> None:
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"bos_token_id": 70_000}))
+    (hf / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    error = refusal(lambda: sample(f"hf:{hf}", "a", Sampling(1), "cpu"))
+    assert (error.code, error.key) == ("tokenizer.vocabulary", "bos_token_id")
+    assert "70,000" in error.cause
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     keys.only("shared_expert_intermediate_size", 0)
     keys.only("qkv_bias", False)
     dense = keys.listing("mlp_only_layers")
-    if set(dense) != set(range(len(dense))):
+    if not all(isinstance(layer, int) for layer in dense) or set(dense) != set(range(len(dense))):
         raise keys.refuse("mlp_only_layers", dense, "only the first layers can be dense")
     window = keys.take("sliding_window", 4096, null=True)
     if not keys.take("use_sliding_window", False):

@@ -30,7 +30,7 @@ def read_gated(
     longest = keys.take("max_position_embeddings", max_seq_len)
     return {
         "family": "llama",
-        "layers": keys.count("num_hidden_layers", layers),
+        "layers": keys.depth("num_hidden_layers", layers),
         "hidden": keys.take("hidden_size", hidden),
         "heads": keys.take("num_attention_heads", 32),
         "kv_heads": keys.take("num_key_value_heads", kv_heads, null=True),

@@ -46,7 +46,7 @@ def _read(keys: Keys) -> Row:
     keys.only("final_logit_softcapping", None)
     keys.only("use_bidirectional_attention", False, None)
     keys.ignore("it chooses how transformers keeps keys and values while it generates", "cache_implementation")
-    layers = keys.count("num_hidden_layers", 26)
+    layers = keys.depth("num_hidden_layers", 26)
     return {
         "family": "gemma3",
         "layers": layers,
@@ -70,10 +70,13 @@ def _read(keys: Keys) -> Row:
 
 def _read_pattern(keys: Keys, layers: int) -> int:
     """Return n, where every n-th layer is global. `layer_types` takes precedence over the number in older files."""
-    pattern = keys.count("sliding_window_pattern", keys.count("_sliding_window_pattern", GLOBAL_EVERY))
-    kinds = keys.listing("layer_types") or _layer_types(pattern, layers)
-    candidates: list[int] = [pattern, *range(1, layers + 2)]
-    for every in candidates:
+    # Only files without layer_types need the number.
+    least = None if (kinds := keys.listing("layer_types")) else 1
+    pattern = keys.count("_sliding_window_pattern", GLOBAL_EVERY, least=least)
+    pattern = keys.count("sliding_window_pattern", pattern, least=least)
+    kinds = kinds or _layer_types(pattern, layers)
+    first_global = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else layers + 1
+    for every in (pattern, first_global):
         if every > 0 and kinds == _layer_types(every, layers):
             return every
     raise keys.refuse(

@@ -22,7 +22,7 @@ from argosy.untrusted import read_object
 
 CONFIG = "config.json"
 # Keys without effect on what a trained model computes. An export may lose them, and reports it.
-TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "pair", "moe.z_loss"})
+TRAINING_ONLY = frozenset({"preset", "dropout", "embed_noise", "init_std", "pair", "moe.z_loss"})
 
 
 FORMATS: dict[str, HfFormat] = {
@@ -60,7 +60,7 @@ def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
     """
     keys = Keys(document, where)
     kind = keys.take("model_type", None)
-    if kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in FORMATS:
         raise keys.refuse(
             "model_type", kind, f"Argosy knows {', '.join(FORMATS)}", fix="choose a model of one of these"
         )

@@ -14,6 +14,10 @@ from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 
 READ, HELD = "read", "held"
+# The limit of `layers` in a model spec.
+MOST_LAYERS = 10_000
+# Products of a few numbers up to this one are still finite floats.
+_LARGEST = 1e30
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 _ACTIVATION_NAMES = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 _IGNORED_BECAUSE: dict[str, tuple[str, ...]] = {
@@ -75,14 +79,26 @@ class Keys:
         value = self._document.get(key, default)
         if value is None and default is not None and not null:
             raise self.refuse(key, None, f"a value belongs here, such as {default!r}")
+        # NaN is not within the limits either.
+        if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
+            shown = value if isinstance(value, float) else f"an integer of {value.bit_length()} bits"
+            raise self.refuse(key, shown, f"a number of at most {_LARGEST:g} belongs here")
         return value
 
-    def count(self, key: str, default: int) -> int:
-        """Return a whole number that is needed to read other keys."""
+    def count(self, key: str, default: int, *, least: int | None = None, most: int | None = None) -> int:
+        """Return a whole number that is needed to read other keys, from `least` to `most`."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
             raise self.refuse(key, value, "a whole number belongs here")
+        if (least is not None and value < least) or (most is not None and value > most):
+            limits = [f"of at least {least:,}"] if least is not None else []
+            limits += [f"of at most {most:,}"] if most is not None else []
+            raise self.refuse(key, value, f"a whole number {' and '.join(limits)} belongs here")
         return int(value)
+
+    def depth(self, key: str, default: int) -> int:
+        """Return a number of layers. It is safe to make a list of that length."""
+        return self.count(key, default, least=1, most=MOST_LAYERS)
 
     def choice(self, key: str, known: Mapping[Any, Any], default: Any) -> Any:
         """Return our value for theirs, from the mapping `known`. Other values are refused."""

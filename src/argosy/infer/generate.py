@@ -14,6 +14,7 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.infill import fill_masks, write_spans
 from argosy.infer.loading import Loaded, load_model
+from argosy.infer.prompt_ids import encode_prompt, opening_ids
 from argosy.infer.rank_loading import load_on_ranks
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
@@ -96,8 +97,8 @@ def _go_on(
 ) -> list[str]:
     """Return each prompt and its continuation. All are written as one batch."""
     eod = loaded.source.eod_id
-    prompt_ids = [tokenizer.encode(prompt) for prompt in prompts]
-    opening = loaded.source.opening(tokenizer)
+    prompt_ids = [encode_prompt(loaded.source, tokenizer, prompt) for prompt in prompts]
+    opening = opening_ids(loaded.source, tokenizer)
     if not (opening or all(prompt_ids)) and eod is None:
         raise ArgosyError(
             "tokenizer.no-eod",

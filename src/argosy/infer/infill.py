@@ -16,6 +16,7 @@ from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.loading import Loaded
+from argosy.infer.prompt_ids import encode_prompt
 from argosy.model.decoding import Sampling, choose, generate
 from argosy.tasks.masked_lm import BertSpec
 from argosy.tasks.span_corruption import T5Spec
@@ -31,7 +32,7 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampl
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
     cls, sep, mask, pad = (special.id_of(f"data.bert.{r}", getattr(bert, r)) for r in ("cls", "sep", "mask", "pad"))
     name = bert.mask if isinstance(bert.mask, str) else "[MASK]"
-    first, *others = (tokenizer.encode(part) for part in prompt.split(name))
+    first, *others = (encode_prompt(loaded.source, tokenizer, part) for part in prompt.split(name))
     if not others:
         raise ArgosyError(
             "config.bad-value",
@@ -72,7 +73,7 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Samp
                 value=f"<extra_id_{part}>",
                 fix="use one of them",
             )
-        ids += [sentinels[-1] - int(part)] if at % 2 else tokenizer.encode(part)
+        ids += [sentinels[-1] - int(part)] if at % 2 else encode_prompt(loaded.source, tokenizer, part)
     ids.append(eos)
     _require_room(loaded, len(ids))
     source = torch.tensor([ids], device=loaded.device)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
 from argosy.config.schema import RunSpec, TrainSpec
+from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.decoder import Decoder
 from argosy.model.layers import Table
@@ -110,4 +112,25 @@ def _precision(train: TrainSpec, device: torch.device) -> str:
 
 
 def _weights(source: Source) -> Weights:
-    return partial(starting_weights, source, spec=source.model, seed=0)
+    def checked(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        for name, value in starting_weights(source, model, spec=source.model, seed=0):
+            _require_range(source, name, value, dtypes[name])
+            yield name, value
+
+    return checked
+
+
+def _require_range(source: Source, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a weight that becomes infinite in the dtype it is loaded in. A dtype of at least its own range needs no check."""
+    if not value.numel() or torch.finfo(dtype).max >= torch.finfo(value.dtype).max:
+        return
+    number = max((float(end) for end in value.aminmax()), key=abs)
+    if math.isfinite(number) and not torch.tensor(number, dtype=torch.float64).to(dtype).isfinite():
+        raise ArgosyError(
+            "checkpoint.mismatch",
+            f"{source.where}: {name} holds {number:g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}",
+            fix="use another model"
+            if dtype == torch.float32
+            else "compute in fp32: train.precision=fp32, or dtype=torch.float32 in Python",
+        )

@@ -179,7 +179,9 @@ def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
             f"{name} holds {float(value.abs().max()):g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}",
             key="--dtype",
             value=_name(dtype),
-            fix="--dtype bf16, which has the range of 32-bit floats",
+            fix="--dtype bf16, which has the range of 32-bit floats"
+            if dtype == torch.float16
+            else "leave --dtype out, which keeps the dtype of the weights",
         )
     return rounded
 

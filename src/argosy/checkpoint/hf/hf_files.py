@@ -7,6 +7,7 @@ or of another shape. Pickled weights are never opened.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from argosy.untrusted import MIB, read_object, read_regular, resolve_inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FETCH = "fetch the model again"
+# The most experts, of all layers, to make a weight table for if the files hold fewer tensors. Kimi K2 has 23,040.
+_MOST_EXPERTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ class HfModel:
 
     def read_theirs(self, name: str) -> Tensor:
         file, stored = self.where[name]
-        return require_finite(f"{name} in {file.path.name}", file.read(stored), "hf.bad-files")
+        place, tensor = f"{name} in {file.path.name}", file.read(stored)
+        if tensor.dtype == torch.float64:
+            _require_range(place, tensor)
+        return require_finite(place, tensor, "hf.bad-files")
 
     def _shape(self, entry: Entry) -> Tensor:
         parts = {}
@@ -74,6 +80,7 @@ class HfModel:
 def open_hf(directory: Path) -> HfModel:
     spec = from_config(read_config(directory), str(directory / "config.json"))
     files = [_opened(path, directory) for path in _paths(directory)]
+    _require_size(spec, files)
     table = {entry.ours: entry for entry in entries(spec)}
     needed = {theirs: entry for entry in table.values() for theirs in entry.theirs}
     family = family_of(spec).stored
@@ -128,7 +135,7 @@ def _promised_hash(path: Path) -> str | None:
 
     The Hub's cache names a large file by its SHA-256. A download into a directory stores it as the `etag`.
     """
-    names = [path.resolve().name]
+    names = [os.path.basename(os.path.realpath(path))]
     note = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
     with contextlib.suppress(OSError):
         names += read_regular(note, MIB, within=path.parent).decode(errors="replace").split()
@@ -168,8 +175,33 @@ def _opened(path: Path, directory: Path) -> TensorFile:
     return TensorFile(path, code="hf.bad-files", fix=_FETCH, opened=real)
 
 
+def _require_size(spec: ModelSpec, files: list[TensorFile]) -> None:
+    """Refuse a model of far more experts than the files hold, before its weight table fills the memory."""
+    experts = 0 if spec.moe is None else spec.moe.experts * (spec.layers - spec.moe.dense_layers)
+    stored = sum(len(file.infos) for file in files)
+    if experts > max(stored, _MOST_EXPERTS):
+        raise _bad(f"config.json asks for {experts:,} experts, the files hold {stored:,} tensors", _FETCH)
+
+
+def _require_range(place: str, tensor: Tensor) -> None:
+    """Refuse a number that becomes infinite in the 32-bit floats that models are computed in."""
+    least, largest = (float(end) for end in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+    number = max(least, largest, key=abs)
+    if math.isfinite(number) and math.isinf(torch.tensor(number, dtype=torch.float32).item()):
+        raise _bad(
+            f"{place} holds {number:g}, and the largest number of {torch.float32} is {torch.finfo(torch.float32).max:g}",
+            "copy the model again, or take another one: its weights are computed with as 32-bit floats",
+        )
+
+
 def _check_shapes(model: HfModel) -> None:
-    wanted = {name: p.shape for name, p in build_model(model.spec, "meta").state_dict().items()}
+    try:
+        wanted = {name: p.shape for name, p in build_model(model.spec, "meta").state_dict().items()}
+    except RuntimeError as error:
+        raise _bad(
+            f"config.json of {model.directory} describes a tensor that is too large: {error}",
+            "check config.json against the weights",
+        ) from None
     for name, entry in model.table.items():
         for theirs, part in to_theirs(entry, torch.empty(wanted[name], device="meta")).items():
             file, stored = model.where[theirs]

@@ -6,7 +6,7 @@ complete or absent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from argosy.checkpoint.assets import check_assets, copy_assets, listed_assets, tokenizer_files
@@ -18,6 +18,7 @@ from argosy.config.counts import count_parameters
 from argosy.config.start import HF, MEGATRON, directory_of
 from argosy.console.formats import volume
 from argosy.console.progress_bar import ProgressBar
+from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.families.experts import BALANCE_RULE
 from argosy.families.hf_config import model_type_of
@@ -39,6 +40,7 @@ class Imported:
     tokenizer: bool
     # Our weight of the load-balancing loss, for a model with experts.
     balance_loss: float | None = None
+    warnings: list[str] = field(default_factory=list)
 
     def describe(self, *, done: bool) -> str:
         lines = [
@@ -55,6 +57,7 @@ class Imported:
                 f"  left out, as the model does not use them: {', '.join(self.unused[:4])}" + _more(self.unused)
             )
         lines += [f"  {name} is not in the files: it begins as {twin}" for name, twin in self.copied.items()]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         if done:
             hashed = f"{self.files_hashed} of {self.files} files match the SHA-256 they were published with"
             lines.append(f"  {hashed if self.files_hashed else 'no published SHA-256 to compare the files with'}")
@@ -89,6 +92,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         [path.name for path in listed_assets(directory)],
         any(tokenizer_files(directory)),
         None if model.spec.moe is None else model.spec.moe.balance_loss,
+        _ids_beyond(directory, model.spec.vocab_size),
     )
     require_space(to, size)
     if dry_run:
@@ -99,6 +103,25 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
             write_model(stage, hf_source(source, model), source, infos, counted(model.read, bar))
         copy_assets(directory, stage)
     return Imported(**{**facts.__dict__, "files_hashed": hashed})
+
+
+def _ids_beyond(directory: Path, vocab_size: int) -> list[str]:
+    """Return a warning if the tokenizer has ids that the model has no embedding for, as some published ones do."""
+    path = next(iter(tokenizer_files(directory)), None)
+    try:
+        tokenizer = None if path is None else load_tokenizer(str(path), within=directory)
+    except ArgosyError as error:
+        # Without the sentencepiece package, the ids of a SentencePiece model are not known.
+        if error.code != "data.missing-extra":
+            raise
+        return []
+    if tokenizer is None or tokenizer.vocab_size <= vocab_size:
+        return []
+    last = tokenizer.vocab_size - 1
+    return [
+        f"the tokenizer has ids up to {last:,} ({tokenizer.decode([last])!r}), and the model's vocabulary ends at "
+        f"{vocab_size - 1:,}: text with a token above that is refused"
+    ]
 
 
 def _more(names: list[str]) -> str:
