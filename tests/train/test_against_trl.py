@@ -176,9 +176,7 @@ def test_peft_loads_the_adapters_of_a_run_and_computes_its_gradients(base: Base,
     require_gradients_of_peft(run.spec.model, tmp_path / "lora", theirs, tokens)
 
 
-@pytest.mark.parametrize(
-    "keys", ["", ", dora: true", ", targets: [out]"], ids=["all", "dora", "one of two of a name"]
-)
+@pytest.mark.parametrize("keys", ["", ", dora: true", ", targets: [out]"], ids=["all", "dora", "one of two of a name"])
 def test_peft_loads_adapters_of_gpt2_whose_layers_are_no_linear_ones(
     write_spec: Any, tmp_path: Path, keys: str
 ) -> None:
