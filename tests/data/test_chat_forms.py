@@ -204,3 +204,10 @@ def test_roles_in_capitals_are_the_same_roles() -> None:
     turns = [{"from": "System", "value": "s"}, {"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]
     found = conversation_of({"conversations": turns})
     assert [message["role"] for message in found.messages] == ["system", "user", "assistant"]
+
+
+def test_a_prompt_that_quotes_speakers_is_a_question_and_one_that_ends_with_an_answer_is_none() -> None:
+    chosen, _ = preference_of({"prompt": "Human: a\n\nHuman: b", "chosen": "x", "rejected": "y"})
+    assert chosen.messages[0] == {"role": "user", "content": "Human: a\n\nHuman: b"}
+    with pytest.raises(Fault, match="ends with a turn of the assistant"):
+        preference_of({"prompt": "Human: a\n\nAssistant: b", "chosen": "x", "rejected": "y"})

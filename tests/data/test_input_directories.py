@@ -83,6 +83,12 @@ def test_loops_and_links_to_the_same_directory_give_each_file_once() -> None:
     assert paths("ld/**/*.jsonl") == ["ld/linked/b.jsonl", "ld/real/a.jsonl"]
 
 
+def test_a_link_above_is_not_followed_after_a_corpus_either() -> None:
+    write("ld/a_corpus/manifest.json")
+    link("ld/up", "..")
+    assert paths("ld") == ["ld/real/a.jsonl"]
+
+
 def test_a_file_behind_a_second_link_of_a_directory_is_taken_once_and_told() -> None:
     link("ld/0.jsonl", "real/a.jsonl")
     link("ld/out.jsonl", "../other/b.jsonl")

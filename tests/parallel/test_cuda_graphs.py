@@ -3,6 +3,8 @@ runs the pass again on the recording's own memory, which is what a replay does."
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -162,3 +164,46 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
         expected, _ = step(model, model.learn, number, 2)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert replays.take_news()[-1].endswith("cannot be captured (operation not permitted when stream is capturing)")
+
+
+def test_a_capture_that_fails_leaves_a_new_generator_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a failed capture cannot be used: stand-ins for both say which one was left."""
+    current = {"state": "own", "stream": "usual"}
+
+    class Generator:
+        device = CPU
+
+        def __init__(self, device: object = None) -> None:
+            self.state = "own" if device is None else "new"
+
+        def initial_seed(self) -> int:
+            return 7
+
+        def manual_seed(self, seed: int) -> Generator:
+            self.state += f" {seed}"
+            return self
+
+        def graphsafe_get_state(self) -> str:
+            return self.state
+
+        def graphsafe_set_state(self, state: str) -> None:
+            current["state"] = state
+
+    @contextmanager
+    def capture(graph: object, **options: object) -> Iterator[None]:
+        current["stream"] = "side"
+        yield
+
+    for name, stand_in in {
+        "CUDAGraph": object, "default_generators": [Generator()], "current_device": lambda: 0, "graph": capture,
+        "current_stream": lambda: "usual", "set_stream": lambda stream: current.update(stream=stream),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch, "Generator", Generator)
+
+    def refuse(inputs: Inputs, objective: Objective) -> Loss:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        replay.record(refuse, {}, Objective(), [], "pool", [])
+    assert current == {"state": "new 7", "stream": "usual"}

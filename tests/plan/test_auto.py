@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from argosy.config.resolve import Resolved, resolve
+from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh
 from argosy.plan.advise import Question, answer
 from argosy.plan.auto import ORIGIN, cluster_of, is_open, settle_layout
+from argosy.plan.clusters import compare
 from argosy.plan.hardware import parse_cluster
 from argosy.train.session import open_session
 
@@ -106,3 +109,23 @@ def test_a_length_in_epochs_is_that_of_the_data_and_unknown_without_it(write_spe
     elsewhere = Question.read(str(path), ["data.train=/not/here"], cluster="1xH100", **nothing)
     assert elsewhere.tokens is None
     assert "run         2ep of data that is not here; --tokens gives its length" in answer(elsewhere, top=1).lines()
+    found = compare(
+        ["1xH100", "2xH100"], lambda name: answer(replace(elsewhere, cluster=parse_cluster(name)), top=1), None
+    )
+    assert (
+        found.lines()[0]
+        == "run: 2ep of data that is not here; --tokens gives its length; the best layout of each cluster"
+    )
+    assert found.verdict() == "the length of the run is not known: --tokens gives it"
+    with pytest.raises(ArgosyError, match="no cluster can be said to finish it in time"):
+        compare(["H100"], lambda name: answer(replace(elsewhere, cluster=parse_cluster(name)), top=1), 3.0)
+
+
+def test_a_question_about_a_run_is_about_the_gpus_that_it_uses() -> None:
+    nothing = dict.fromkeys(
+        ("cluster", "global_batch", "seq_len", "tokens", "precision", "what_if", "price", "hardware")
+    )
+    spec = resolve(None, [*KEYS, "cluster={instance: p4d.24xlarge, nodes: 2, gpus: 4}", "parallel.dp_shard=8"]).spec
+    asked = Question.read(spec, [], **nothing)
+    assert asked.cluster.gpus == 8
+    assert asked.asked is not None

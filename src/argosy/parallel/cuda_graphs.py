@@ -150,11 +150,16 @@ def record(
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    default = torch.cuda.default_generators[torch.cuda.current_device()]
-    own = default.graphsafe_get_state()
+    default, stream = torch.cuda.default_generators[torch.cuda.current_device()], torch.cuda.current_stream()
+    own, seed = default.graphsafe_get_state(), default.initial_seed()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             loss = run(inputs, objective)
+    except BaseException:
+        # After a capture that failed, torch 2.11 takes the generator to be captured still, and stays on the stream of the capture.
+        own = torch.Generator(default.device).manual_seed(seed).graphsafe_get_state()
+        torch.cuda.set_stream(stream)
+        raise
     finally:
         default.graphsafe_set_state(own)
     return Recording(inputs, objective, _detached(loss, Tensor.detach), graph, [p.grad for p in parameters])

@@ -84,7 +84,7 @@ class Question:
             spec = target if isinstance(target, RunSpec) else _resolved(target, overrides)
             work = work_of(spec, global_batch, seq_len, precision)
             if total is None:
-                total, length_from = _tokens_of(spec), "the run spec's length"
+                total, length_from = _tokens_of(spec, _epoch_samples(spec)), "the run spec's length"
             if total is None:
                 epochs = spec.train.length.unit == "epochs"
                 length_from = (
@@ -99,9 +99,7 @@ class Question:
                 CHINCHILLA * count_parameters(work.model).active,
                 "Chinchilla's 20 a parameter",
             )
-        nodes, price_from = _priced(
-            parse_cluster(cluster or _own_cluster(spec), price=price, user_file=hardware), spot, hardware
-        )
+        nodes, price_from = _cluster(cluster, spec, spot, price, hardware)
         if work.precision not in ("bf16", "fp32") and work.precision not in nodes.gpu.dense:
             raise _no_such_precision(work.precision, nodes)
         return cls(
@@ -258,11 +256,20 @@ def _priced(cluster: Cluster, spot: float | None, hardware: str | None) -> tuple
     return cluster, "; ".join(origin)
 
 
-def _own_cluster(spec: RunSpec | None) -> str:
-    """Return the cluster that the run spec names, or the default."""
-    if spec is None or spec.cluster is None or spec.cluster.instance is None:
-        return DEFAULT_CLUSTER
-    return f"{spec.cluster.nodes}x{spec.cluster.instance}"
+def _cluster(
+    asked: str | None, spec: RunSpec | None, spot: float | None, price: float | None, hardware: str | None
+) -> tuple[Cluster, str]:
+    """Return the cluster that is asked for, or the run spec's, or the default, with its price and the price's origin."""
+    own = (
+        None
+        if asked is not None or spec is None or spec.cluster is None or spec.cluster.instance is None
+        else spec.cluster
+    )
+    named = asked or (DEFAULT_CLUSTER if own is None else f"{own.nodes}x{own.instance}")
+    cluster = parse_cluster(named, price=price, user_file=hardware)
+    if own is not None and own.gpus is not None:
+        cluster = cluster.using(own.gpus)
+    return _priced(cluster, spot, hardware)
 
 
 def _no_such_precision(precision: str, cluster: Cluster) -> ArgosyError:
@@ -322,17 +329,17 @@ def work_of(
     )  # fmt: skip
 
 
-def _tokens_of(spec: RunSpec) -> int | None:
-    """Return the tokens of a run; None if its length is in epochs, and its data is not here."""
-    length = spec.train.length
-    epoch = _epoch_samples(spec) if length.unit == "epochs" else None
-    steps = length.steps(spec.train.batches, seq_len=spec.data.seq_len, epoch_samples=epoch)
+def _tokens_of(spec: RunSpec, epoch_samples: int | None = None) -> int | None:
+    """Return the tokens of a run; None if its length is in epochs of an unknown size, or in time."""
+    steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len, epoch_samples=epoch_samples)
     return None if steps is None else spec.train.batches.samples(steps) * spec.data.seq_len
 
 
 def _epoch_samples(spec: RunSpec) -> int | None:
-    """Return the samples of the training split of corpora on this machine; None if one is elsewhere, or not made yet."""
-    if not all(Path(source.path).exists() for source in spec.data.sources.values()):
+    """Return the samples of an epoch, for a length in epochs of corpora on this machine; None if one is elsewhere, or not made yet."""
+    if spec.train.length.unit != "epochs" or not all(
+        Path(source.path).exists() for source in spec.data.sources.values()
+    ):
         return None
     # Loaded here: it imports numpy, which rendering does without.
     from argosy.data.open import open_data

@@ -39,7 +39,9 @@ class Comparison:
         names = ["cluster", *self.answers]
         width = max(map(len, names))
         question = next(iter(self.answers.values())).question
-        lines = [f"run: {question.tokens or 0:,} tokens ({question.length_from}); the best layout of each cluster"]
+        length = "" if question.tokens is None else f"{question.tokens:,} tokens"
+        length += f" ({question.length_from})" if length else question.length_from or "of unknown length"
+        lines = [f"run: {length}; the best layout of each cluster"]
         lines += ["  ".join((name.ljust(width), row)) for name, row in zip(names, rows, strict=True)]
         lines += LEGEND
         lines += self.price_origins()
@@ -58,7 +60,9 @@ class Comparison:
     def verdict(self) -> str:
         limit = "" if self.within is None else f" within {self.within:g} days"
         if self.cheapest is None:
-            return f"none of these clusters finishes{limit}: take more nodes, or fewer tokens"
+            known = any(one.question.tokens is not None for one in self.answers.values())
+            unknown = "the length of the run is not known: --tokens gives it"
+            return f"none of these clusters finishes{limit}: take more nodes, or fewer tokens" if known else unknown
         days, dollars = run_length(
             self.answers[self.cheapest].shown[0], self.answers[self.cheapest].question.tokens
         ) or (0.0, None)
@@ -105,6 +109,14 @@ def compare(names: Sequence[str], ask: Callable[[str], Advice], within: float | 
                 break
     if not answers and last is not None:
         raise last
+    if within is not None and all(one.question.tokens is None for one in answers.values()):
+        raise ArgosyError(
+            "plan.bad-question",
+            "the length of the run is not known, so no cluster can be said to finish it in time",
+            key="--within",
+            value=within,
+            fix="--tokens gives the length",
+        )
     return Comparison(answers, refusals, within)
 
 

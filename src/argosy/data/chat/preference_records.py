@@ -75,11 +75,15 @@ def _question(record: dict[str, Any]) -> _Question:
         return _Question(key, instruction_turns(record))
     if not isinstance(asked, str) or key == "conversations":
         return _Question(key, read_messages(asked, key))
-    turns = _transcript(asked)
+    turns = _transcript(asked, must_alternate=asked.rstrip().endswith("Assistant:"))
     if turns is None:
         return _Question(key, read_messages([{"role": "user", "content": asked}]))
     # A prompt of HH-RLHF ends where the answer begins.
     is_open = turns[-1] == {"role": ASSISTANT, "content": ""}
+    if not is_open and turns[-1]["role"] == ASSISTANT:
+        raise Fault(
+            "no-prompt", f"{key} ends with a turn of the assistant, so it is no question to chosen and rejected"
+        )
     return _Question(key, turns[:-1] if is_open else turns, is_transcript=True)
 
 

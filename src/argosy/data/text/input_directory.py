@@ -1,7 +1,8 @@
 """List local directories and patterns, with what lies behind links.
 
-Nothing is left out in silence: a directory that cannot be read is refused, and so is a link to nowhere where it may stand for data. Linked
-directories are followed. Each directory is listed once, which also ends loops of links.
+Nothing is left out in silence: a directory that cannot be read is refused, and so is a link to nowhere where it may stand for data. Only inside
+`**` such a link is passed over, since no other pattern would avoid it. Linked directories are followed. Each directory is listed once, which
+also ends loops of links.
 """
 
 from __future__ import annotations
@@ -76,7 +77,16 @@ def walk(root: Entry, is_pruned: Callable[[set[str]], bool] = lambda names: Fals
     tree, listed = Tree(), {root.real}
     own, linked = [root], list[Entry]()
     while own or linked:
+        # Own directories come first, so that a file keeps its own path where a link leads to it as well.
         directory = own.pop() if own else linked.pop(0)
+        if directory.is_link and directory is not root:
+            if directory.real in listed:
+                tree.repeated.append(directory.path)
+                continue
+            if _contains(directory.real, directory.path):
+                tree.upward.append(directory.path)
+                continue
+            listed.add(directory.real)
         found = _entries(directory)
         if is_pruned({entry.path.name for entry in found}):
             continue
@@ -87,15 +97,6 @@ def walk(root: Entry, is_pruned: Callable[[set[str]], bool] = lambda names: Fals
         new = [entry for entry in below if not entry.is_link and entry.real not in listed]
         listed.update(entry.real for entry in new)
         own.extend(new)
-        # Own directories come first, so that a file keeps its own path where a link leads to it as well.
-        while not own and linked:
-            if linked[0].real in listed:
-                tree.repeated.append(linked.pop(0).path)
-            elif _contains(linked[0].real, linked[0].path):
-                tree.upward.append(linked.pop(0).path)
-            else:
-                listed.add(linked[0].real)
-                break
     return tree
 
 

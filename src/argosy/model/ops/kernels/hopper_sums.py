@@ -115,7 +115,7 @@ def _attention_after(
     token = batch * seq + block * R + tl.arange(0, R)
     row = batch * heads + head
     pair = largest + 2 * (row // GROUP)
-    most = tl.maximum(TWICE * tl.load(pair) * tl.load(pair + 1), LEAST)
+    most = tl.maximum(TWICE * tl.load(pair) * tl.load(pair + 1), LEAST, propagate_nan=tl.PropagateNan.ALL)
     unit = tl.load(norms + row * seq + block * R + tl.arange(0, R)) * (most / UNITS) * plain_scale
     for part in tl.static_range(WIDTH // PART):
         first = (row * seq + block * R) * WIDTH + part * (R * PART)
