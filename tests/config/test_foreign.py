@@ -325,7 +325,7 @@ def test_a_foundry_file_becomes_a_run_spec(tmp_path: Path) -> None:
     spec = resolve_text(draft.text("x"), tmp_path)
     assert (spec.name, spec.model.family, spec.model.hidden, spec.data.seq_len) == ("mpt-125m", "mpt", 768, 2048)
     assert (spec.train.steps, spec.train.global_batch, spec.train.seed, spec.train.precision) == (4800, 256, 17, "bf16")
-    assert (spec.data.train[0].path, spec.data.train[0].cache) == ("s3://bucket/c4", "/tmp/c4")
+    assert (spec.data.train[0].path, spec.data.train[0].cache) == ("s3://bucket/c4/train", "/tmp/c4/train")
     assert spec.optim.min_lr == pytest.approx(6.0e-5)
     assert (str(spec.checkpoint.every), spec.checkpoint.keep, spec.optim.clip) == ("1000ba", 1, 1.0)
     assert draft.left == ["python_log_level: debug"]
@@ -349,9 +349,9 @@ def test_local_is_the_cache_of_a_mounted_remote_and_the_data_itself_without_one(
     """The AKS example of LLM-Foundry streams from a mounted volume to a node's own disk."""
     mounted = {**MPT["variables"], "data_remote": "/data/my-copy-c4", "data_local": "/tmp/my-copy-c4"}  # type: ignore[dict-item]
     [source] = changed(tmp_path, variables=mounted)[1].data.train
-    assert (source.path, source.cache) == ("file:///data/my-copy-c4", "/tmp/my-copy-c4")
+    assert (source.path, source.cache) == ("file:///data/my-copy-c4/train", "/tmp/my-copy-c4/train")
     [source] = changed(tmp_path, variables=mounted | {"data_remote": None})[1].data.train
-    assert (source.path, source.cache) == ("/tmp/my-copy-c4", None)
+    assert (source.path, source.cache) == ("/tmp/my-copy-c4/train", None)
 
 
 @pytest.mark.parametrize("size", ["125m", "350m", "760m", "1b", "3b", "7b", "13b", "30b", "70b"])
@@ -400,7 +400,15 @@ def test_a_validation_corpus_is_taken_over(tmp_path: Path) -> None:
     _, spec = changed(tmp_path, eval_loader=[{"dataset": {"local": "/b"}}, {"dataset": {"local": "/c"}}])
     assert [source.path for source in spec.data.validation] == ["/b", "/c"]
     _, spec = changed(tmp_path, eval_loader={"dataset": {"remote": "s3://b/c", "local": "/tmp/v", "split": "val"}})
-    assert (spec.data.validation[0].path, spec.data.validation[0].cache) == ("s3://b/c/val", "/tmp/v")
+    assert (spec.data.validation[0].path, spec.data.validation[0].cache) == ("s3://b/c/val", "/tmp/v/val")
+    loaders = [{"dataset": {"local": "/b/", "split": "val"}}, {"dataset": {"local": "/c"}}]
+    assert [source.path for source in changed(tmp_path, eval_loader=loaders)[1].data.validation] == ["/b/val", "/c"]
+
+
+def test_a_second_training_corpus_of_megatrons_is_listed() -> None:
+    draft = from_megatron(f"{GPT3} --train-data-path 0.3 a 0.7 b")
+    assert "--train-data-path 0.3 a 0.7 b: data.train is --data-path" in draft.left
+    assert draft.get("data.train") == [{"path": "/fsx/gpt2/my-gpt2_text_document"}]
 
 
 @pytest.mark.parametrize(

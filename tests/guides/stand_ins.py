@@ -27,7 +27,7 @@ _SCRIPT = r"""#!/bin/bash
 call=$(mktemp "$CALLS/XXXXXXXX")
 name=${0##*/}
 printf '%s\0' "$name" "$@" > "$call"
-case " $* " in *" -f - "*) cat > "$call.stdin" ;; *" --password-stdin "*) cat > "$call.secret" ;; esac
+case " $* " in *" -f - "*) cat > "$call.stdin" ;; *" --password-stdin "*) cat > "$call.secret" ;; *" --stdin "*) cat > /dev/null ;; esac
 case "$name $1" in
   "docker inspect") last=${@: -1}; echo "${last%:*}@DIGEST" ;;
   "git clone")
@@ -73,14 +73,17 @@ KUBECTL = {
     "cp": "",
     "create namespace": "",
     "create secret generic": "--from-literal",
-    "delete": "--all",
+    "delete": "--all -f",
+    "exec": "--stdin -- -c",
     "get": "-o",
-    "wait": "--for --timeout",
+    "rollout status": "",
+    "wait": "--for --timeout --all",
 }
 HELM = {
     "dependencies update": "",
     "install": "--version --namespace --create-namespace --set",
     "repo add": "",
+    "uninstall": "--namespace",
 }
 _RESOURCES = (
     "namespace",
@@ -93,7 +96,7 @@ _RESOURCES = (
     "localqueue",
 )
 _NODE_GROUP = ("name", "instanceType", "desiredCapacity", "availabilityZones", "privateNetworking", "efaEnabled")
-CLUSTER_CONFIG = {"apiVersion", "kind", "metadata", "iam", "addons", "managedNodeGroups"}
+CLUSTER_CONFIG = {"apiVersion", "kind", "metadata", "availabilityZones", "iam", "addons", "managedNodeGroups"}
 
 
 @dataclass(frozen=True)
@@ -192,15 +195,18 @@ def check_aws(words: tuple[str, ...]) -> None:
 def _check_cluster_config(document: dict[str, Any]) -> None:
     assert document["apiVersion"] == "eksctl.io/v1alpha5"
     assert document.keys() <= CLUSTER_CONFIG
+    zones = document["availabilityZones"]
+    assert len(set(zones)) >= 2, "EKS wants subnets in two zones"
     for group in document["managedNodeGroups"]:
         assert group.keys() <= set(_NODE_GROUP), group
+        assert set(group.get("availabilityZones", [])) <= set(zones), "a zone without a subnet"
         # EFA's cards are in one subnet, without a public address.
         assert not group.get("efaEnabled") or (group["privateNetworking"] and len(group["availabilityZones"]) == 1)
 
 
 def _check_kubectl(call: Call) -> None:
     _check_options(call, KUBECTL, _KUBE_EVERYWHERE)
-    if call.words[0] in ("get", "delete"):
+    if call.words[0] in ("get", "delete") and "-f" not in call.words:
         assert call.words[1] in _RESOURCES or call.words[-2] in _RESOURCES, str(call)
     if call.stdin is not None:
         for document in yaml.safe_load_all(call.stdin):

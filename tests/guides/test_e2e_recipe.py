@@ -11,7 +11,7 @@ import pytest
 import yaml
 from crds import check_object
 from e2e_spec import MOUNT, TARGETS, chart_values, e2e_spec
-from rendering import CHART, objects_of, pods_of
+from rendering import CHART, ROOT, objects_of, pods_of
 
 from argosy.launch.place import place
 from argosy.launch.render import render
@@ -41,6 +41,21 @@ def test_the_run_of_the_scenarios_renders_valid_objects(target: str, tmp_path: P
     for more in (f"init_from=hf:{MOUNT}/nothing", "checkpoint.keep=1000000000"):
         place(spec, [more])
     place(spec, ["cluster.nodes=1", "cluster.ranks=2"])
+
+
+def test_the_recipe_builds_the_small_image_that_the_dockerfile_describes_and_runs_for_every_change_of_the_chart() -> (
+    None
+):
+    recipe, dockerfile = (E2E / "kind-up").read_text(), (ROOT / "docker" / "Dockerfile").read_text()
+    [described] = [line.lstrip("# ") for line in dockerfile.splitlines() if "whl/cpu" in line]
+    assert all(
+        f"--build-arg {argument}" in recipe
+        for argument in described.removeprefix("--build-arg ").split(" --build-arg ")
+    )
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "e2e.yml").read_text())
+    # YAML 1.1 reads the key `on` as true.
+    assert "charts/**" in workflow[True]["pull_request"]["paths"]
+    assert "kindest/node:v1.35" in recipe
 
 
 def test_the_chart_takes_the_run_of_the_scenarios() -> None:

@@ -83,6 +83,10 @@ def run_commands(script: str, directory: Path) -> list[Call]:
         (directory / name).symlink_to(ROOT / name)
     (directory / "train.yaml").write_text(yaml.safe_dump(FOUNDRY))
     shutil.copytree(ROOT / "tests" / "data" / "golden_mds" / "plain", directory / "mds")
+    # What a reader copies to a volume.
+    for name in ("llama2-7b", "curated", "general"):
+        (directory / name).mkdir()
+        (directory / name / "file").write_text("content")
     (directory / "bin").mkdir()
     stand_ins = StandIns(directory / "bin", directory / "calls")
     environment = os.environ | {

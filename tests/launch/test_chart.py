@@ -14,6 +14,7 @@ import pytest
 import yaml
 from rendering import CHART, VALUES, changed, objects_of, pods_of
 
+from argosy.launch.cluster_record import PORT, reader_pod
 from argosy.launch.place import place
 from argosy.launch.render import render
 from programs import tool
@@ -38,7 +39,7 @@ def rendered(values: dict[str, Any], tmp_path: Path, release: str = "my-run") ->
 
 
 def only(kind: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
-    [found] = [document for document in documents if document["kind"] == kind]
+    [found] = [d for d in documents if d["kind"] == kind and not d["metadata"]["name"].endswith("-read")]
     return found
 
 
@@ -94,6 +95,23 @@ def test_prometheus_finds_the_figures_of_a_run_through_its_network_policy(tmp_pa
     [job] = [d for d in made_by(documents, tmp_path) if d["kind"] == "JobSet"]
     for selector in (monitor["selector"], policy["podSelector"]):
         assert selector["matchLabels"].items() <= job["metadata"]["labels"].items()
+
+
+def test_the_reader_of_a_run_is_reached_through_the_network_policy_on_its_port_alone(tmp_path: Path) -> None:
+    documents = rendered(changed(networkPolicy={"enabled": True}), tmp_path)
+    [policy] = [d["spec"] for d in documents if d["metadata"]["name"] == "my-run-read"]
+    spec = tmp_path / "run.yaml"
+    spec.write_text(only("ConfigMap", documents)["data"]["run.yaml"])
+    pod = reader_pod(place(spec), "reader", "digest")
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert policy["ingress"] == [{"ports": [{"port": PORT}]}]
+
+
+def test_viewers_have_the_resources_that_the_values_say(tmp_path: Path) -> None:
+    small = {"enabled": True, "cpu": "100m", "memory": "512Mi"}
+    deployment = only("Deployment", rendered(changed(tensorboard=small), tmp_path))
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["requests"] == {"cpu": "100m", "memory": "512Mi"}
 
 
 def made_by(documents: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, Any]]:

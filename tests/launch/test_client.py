@@ -455,8 +455,19 @@ def test_files_of_ones_own_reach_an_empty_volume(
         assert server.objects[pod]["spec"]["securityContext"]["runAsUser"] == 1000
         server.put("pods", server.objects[pod] | {"status": {"phase": "Running"}})
 
-    later(runs, lambda: pod in server.objects)
-    upload(placed, connect("training"), source, "tokenizers/gpt2", lambda _: None)
+    def waits() -> None:
+        unbound = "pod has unbound immediate PersistentVolumeClaims"
+        condition = {"type": "PodScheduled", "status": "False", "message": unbound}
+        about = {"involvedObject": {"name": "new"}, "message": "Waiting for a volume to be created"}
+        event = {"metadata": {"name": "new.1"}, "type": "Normal", "reason": "ExternalProvisioning"}
+        server.put("events", event | about)
+        server.put("pods", server.objects[pod] | {"status": {"phase": "Pending", "conditions": [condition]}})
+        later(runs, lambda: any("is not bound yet" in line for line in said))
+
+    said: list[str] = []
+    later(waits, lambda: pod in server.objects)
+    upload(placed, connect("training"), source, "tokenizers/gpt2", said.append)
+    assert "the claim new is not bound yet: Waiting for a volume to be created" in "\n".join(said)
     assert (volume / "data" / "tokenizers" / "gpt2" / "tokenizer.json").read_text() == "{}"
     assert ("persistentvolumeclaims", "new") in server.objects
     assert pod not in server.objects
@@ -540,6 +551,11 @@ WAITING: list[tuple[str, dict[str, Any], str]] = [
         "secret",
         {"containerStatuses": [{"state": {"waiting": {"reason": "CreateContainerConfigError", "message": "secret not found"}}}]},
         "cannot start: secret not found",
+    ),
+    (
+        "program",
+        {"containerStatuses": [{"state": {"terminated": {"exitCode": 128, "reason": "StartError", "message": 'exec: "hyperpodrun": executable file not found in $PATH'}}}]},
+        'cannot start: exec: "hyperpodrun"',
     ),
     (
         "disruption",

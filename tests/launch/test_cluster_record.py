@@ -181,6 +181,18 @@ def test_a_run_that_is_not_there_or_may_not_be_read_is_refused_and_no_pod_is_lef
     assert applied(server) == []
 
 
+def test_a_volume_without_a_run_yet_is_empty_and_no_fault(server: ApiServer, volume: Path) -> None:
+    """The runs directory is made when the first training starts, after fetch and prepare."""
+    shutil.rmtree(volume)
+    with pytest.raises(ArgosyError, match=f"has no run {RUN} in runs yet"), run_directory(RUN, "training"):
+        pass
+    assert len([path for _, path, _ in server.requests if path.endswith("/proxy/list")]) == 1
+    with run_directory(RUN, "training", all_runs=True) as copy:
+        assert list(copy.iterdir()) == []
+        shutil.copytree(KEPT, volume / RUN)
+        wait_for(lambda: (copy / RUN / "metrics.jsonl").exists())
+
+
 def test_a_directory_and_the_spec_of_a_run_on_this_machine_are_read_as_they_are(
     write_spec: Callable[..., Path],
 ) -> None:

@@ -13,6 +13,7 @@ from argosy.errors import ArgosyError
 from argosy.launch.names import object_name
 from argosy.launch.place import place
 from argosy.launch.render import render
+from argosy.launch.storage import size_note
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,25 @@ def test_a_store_lies_where_and_lives_as_long_as_the_spec_says() -> None:
     assert made["reclaimPolicy"] == "Delete"
     expected = {"subnet-name": "lustre", "vnet-name": "spoke", "vnet-resource-group": "net", "zones": "2"}
     assert (expected | {"resource-group-name": "files"}).items() <= made["parameters"].items()
+    zones = {
+        text: store(f"{{claim: a, kind: azure-lustre{text}}}")[0]["parameters"].get("zones")
+        for text in ("", ", zone: ''", ", zone: null")
+    }
+    assert list(zones.values()) == ["1", None, None], "a region may have no zones"
     assert store("{claim: a, kind: azure-blob, reclaim: Delete}")[0]["reclaimPolicy"] == "Delete"
     assert store("{claim: a, kind: azure-blob}")[0]["reclaimPolicy"] == "Retain"
+
+
+@pytest.mark.parametrize(
+    ("size", "sku", "most"),
+    [("128Ti", "125", None), ("144Ti", "125", 128), ("768Ti", "40", None), ("816Ti", "40", 768), ("512Ti", None, 128)],
+)
+def test_a_file_system_that_needs_a_support_request_is_said_to(size: str, sku: str | None, most: int | None) -> None:
+    tier = "" if sku is None else f", sku: AMLFS-Durable-Premium-{sku}"
+    placed = place(GPU_EXAMPLE, [f"cluster.storage={{claim: a, kind: azure-lustre, size: {size}{tier}}}"])
+    note = size_note(placed.storage)
+    assert (note is None) == (most is None)
+    assert note is None or (f"at most {most} TiB" in note and "support request" in note)
 
 
 def test_nodes_that_hide_their_topology_get_it_as_a_file_for_nccl() -> None:

@@ -137,6 +137,32 @@ def test_a_volume_that_belongs_to_root_is_said_with_the_key_that_changes_it(
     assert write_fix(full, "free some space") == "free some space"
 
 
+def test_the_space_that_checkpoints_need_is_never_told_as_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 3_000_000}))
+    small = storage_checks.check_space(Wanted(storage=tmp_path, needed_bytes=25_000_000))
+    assert (small.found.partition(" free")[0], "checkpoints need 25 MB" in small.fix) == ("3 MB", True)
+    large = storage_checks.check_space(Wanted(storage=tmp_path, needed_bytes=300 * 2**30))
+    assert "checkpoints need 300 GiB" in large.fix
+
+
+def test_an_image_without_hyperpods_agent_fails_preflight_and_not_the_training_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = str(Path(__file__).parents[2] / "examples" / "hyperpod-benchmark.yaml")
+    wanted = wanted_of([spec], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert wanted_of([spec], {}).programs == (), "--target local"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = node_checks.check_programs(wanted)
+    assert (check.ok, "hyperpodrun is not in this image" in check.found) == (False, True)
+    assert "--build-arg HYPERPOD_AGENT=" in check.fix
+    (tmp_path / "hyperpodrun").write_text("#!/bin/sh\n")
+    (tmp_path / "hyperpodrun").chmod(0o755)
+    assert node_checks.check_programs(wanted).ok
+    assert node_checks.check_programs(Wanted()).ok is None
+
+
 def test_the_cost_of_a_save_is_told(tmp_path: Path) -> None:
     check = storage_checks.check_speed(Wanted(storage=tmp_path, saved_bytes=80_000_000_000, nodes=2))
     assert "a save of 80.0 GB from 2 nodes takes about" in check.found

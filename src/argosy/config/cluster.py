@@ -49,7 +49,7 @@ class StorageSpec(Section):
         None, description="azure-lustre: AMLFS-Durable-Premium-40, -125, -250, -500; azure-blob: Standard_LRS, …"
     )
     zone: str | None = Field(
-        None, coerce_numbers_to_str=True, description="azure-lustre: availability zone; default: 1"
+        None, coerce_numbers_to_str=True, description="azure-lustre: availability zone; default: 1; an empty text: none"
     )
     subnet: str | None = Field(
         None, description="fsx: the subnet's id; azure-lustre: the subnet's name, default: that of the cluster's nodes"

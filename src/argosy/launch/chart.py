@@ -30,7 +30,7 @@ def values_schema() -> dict[str, Any]:
     run["required"] = sorted({*run["required"], "cluster"})
     # The conductor runs in a pod and can start only these targets.
     definitions["ClusterSpec"]["properties"]["target"]["enum"] = pod_targets()
-    viewer = {"enabled": _SWITCH, "port": _PORT}
+    viewer = {"enabled": _SWITCH, "port": _PORT, "cpu": _TEXT, "memory": _TEXT}
     parts = {
         "run": run,
         "claim": _section({"create": _SWITCH, "storageClassName": _TEXT, "size": _TEXT}),

@@ -13,7 +13,6 @@ import logging
 import secrets
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from argosy.errors import ArgosyError
 from argosy.launch.indexed_jobs import CONTAINER
-from argosy.launch.manifests import EVENT, POD, Kind
+from argosy.launch.manifests import POD, Kind
 from argosy.launch.names import object_name
 from argosy.launch.place import place
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, pod_template
+from argosy.launch.pod_start import wait_for_pod
 from argosy.launch.runs import find
 from argosy.launch.stages import Stage
-from argosy.launch.states import stage_state
 from argosy.launch.target import not_found
 from argosy.launch.targets.kubernetes import connected
 from argosy.record.record_mirror import RecordMirror
@@ -124,7 +123,14 @@ class RecordReader:
         )
         self._cluster.apply(reader_pod(self._placed, self.pod, hashlib.sha256(self._token.encode()).hexdigest()))
         try:
-            self._wait()
+            wait_for_pod(
+                self._cluster,
+                self.pod,
+                "the reader pod",
+                lambda text: _log.info("%s", text),
+                seconds=_START_S,
+                fix="the image has to hold this version of Argosy or a newer one; `argosy logs` needs no reader",
+            )
         except BaseException:
             self._cluster.delete(POD, self.pod)
             raise
@@ -138,32 +144,6 @@ class RecordReader:
 
     def fetch(self, path: str, query: Sequence[tuple[str, str]]) -> bytes:
         return self._cluster.through_pod(self.pod, PORT, path, query, {TOKEN_HEADER: self._token})
-
-    def _wait(self) -> None:
-        deadline, said = time.monotonic() + _START_S, ""
-        while True:
-            pod = self._cluster.get(POD, self.pod) or {"metadata": {"name": self.pod}}
-            phase = pod.get("status", {}).get("phase", "Pending")
-            if phase == "Running":
-                return
-            state = stage_state({"metadata": pod["metadata"]}, [pod], self._events())
-            if phase in ("Failed", "Succeeded") or time.monotonic() > deadline:
-                raise ArgosyError(
-                    "launch.refused",
-                    f"the reader pod did not start: {state}",
-                    fix="the image has to hold this version of Argosy or a newer one; `argosy logs` needs no reader",
-                )
-            if str(state) != said:
-                said = str(state)
-                _log.info("%s", said)
-            time.sleep(0.5)
-
-    def _events(self) -> list[Manifest]:
-        """Return the events of the namespace. They only explain: who may not read them waits without a reason."""
-        try:
-            return self._cluster.find(EVENT)
-        except ArgosyError:
-            return []
 
 
 @contextmanager

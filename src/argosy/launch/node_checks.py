@@ -69,6 +69,8 @@ class Wanted:
     sharp: bool = False
     # The topology file that NCCL has to read.
     topology: str | None = None
+    # Programs that the target starts in the image.
+    programs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
@@ -81,6 +83,8 @@ class Wanted:
         known = 0 if instance is None else card_count(instance, gpus or instance.gpus)
         cards = cluster.nics if cluster.nics is not None else known
         master = environ.get("MASTER_ADDR") or environ.get("PET_MASTER_ADDR")
+        # `--target local` runs the same spec here, where no operator starts anything.
+        in_pod = "KUBERNETES_SERVICE_HOST" in environ
         return cls(
             gpus=gpus,
             fabric=fabric,
@@ -95,6 +99,7 @@ class Wanted:
             floor=cluster.allreduce_floor or (instance.allreduce_floor if instance is not None else None),
             sharp=cluster.sharp,
             topology=environ.get("NCCL_TOPO_FILE"),
+            programs=tuple(find_target(cluster.target).programs(cluster)) if in_pod else (),
         )
 
 
@@ -182,6 +187,17 @@ def check_compiler(wanted: Wanted) -> Check:
     return Check("compiler", True, tool)
 
 
+def check_programs(wanted: Wanted) -> Check:
+    """Check that the image has what the target starts instead of `argosy`: preflight itself does not need it."""
+    if not wanted.programs:
+        return Check("programs", None, "argosy alone")
+    absent = [program for program in wanted.programs if shutil.which(program) is None]
+    if not absent:
+        return Check("programs", True, ", ".join(wanted.programs))
+    fix = "docker build -f docker/Dockerfile.efa --build-arg HYPERPOD_AGENT=1.1.3 …, and its digest as cluster.image; or cluster.operator=kubeflow"
+    return Check("programs", False, f"{', '.join(absent)} is not in this image, and training starts with it", fix)
+
+
 def check_memlock(wanted: Wanted) -> Check:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
@@ -264,4 +280,13 @@ def check_tokens(wanted: Wanted) -> Check:
     return Check("tokens", ok, text, "" if ok else f"{', '.join(absent)}: the Secret's key is empty")
 
 
-NODE_CHECKS = (check_gpus, check_compiler, check_memlock, check_shm, check_devices, check_names, check_tokens)
+NODE_CHECKS = (
+    check_gpus,
+    check_compiler,
+    check_programs,
+    check_memlock,
+    check_shm,
+    check_devices,
+    check_names,
+    check_tokens,
+)

@@ -15,11 +15,17 @@ from argosy.errors import EXIT_REFUSED, EXIT_RESUMABLE
 from argosy.launch.pod import Manifest
 from argosy.launch.target import State
 
+# The weight of the trouble of a pod whose volume is not there yet.
+_WAITS_FOR_VOLUME = 85
 _DONE = ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet")
 _SANDBOX_FIX = (
     "the node's network plugin or the pause image is missing: kubectl get pods -n kube-system -o wide shows the plugin of that node; "
     "kubectl cordon it, and the pod starts elsewhere"
 )
+_NO_PROGRAM_FIX = "cluster.image has to hold that program: the image of docker/Dockerfile, on HyperPod with `operator: sagemaker` docker/Dockerfile.efa with HYPERPOD_AGENT"
+# Events of a claim whose volume is being made.
+_PROVISIONING = ("Provisioning", "ExternalProvisioning", "WaitForFirstConsumer", "WaitForPodScheduled")
+_PROVISIONING_FIX = "wait: a new Lustre file system takes 20 minutes and more; kubectl describe pvc says more"
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 
 
@@ -103,7 +109,8 @@ def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) 
         text = f"the image {container.get('image', '')} cannot be pulled: {said or reason}"
         yield Trouble(90, text, "check cluster.image, and cluster.pull_secrets for a private registry", name)
     elif reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
-        yield Trouble(90, f"{on} cannot start: {said or reason}", "make the Secret or ConfigMap it names", name)
+        fix = _NO_PROGRAM_FIX if _lacks_program(said) else "make the Secret or ConfigMap it names"
+        yield Trouble(90, f"{on} cannot start: {said or reason}", fix, name)
     for when in ("state", "lastState"):
         ended = container.get(when, {}).get("terminated") or {}
         if not ended or ended.get("exitCode") == 0:
@@ -115,6 +122,8 @@ def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) 
             limit = _memory_limit(pod)
             text = f"{on} ran out of memory and was killed: its limit is {limit}, /dev/shm included"
             yield Trouble(now + 25, text, "cluster.memory=…, or a smaller cluster.shm", name)
+        elif _lacks_program(ended.get("message", "")):
+            yield Trouble(now + 20, f"{on} cannot start: {ended['message']}", _NO_PROGRAM_FIX, name)
         elif code == EXIT_REFUSED:
             yield Trouble(
                 now + 20, f"{on} refused to run (exit code {code}): its log says why", "see the log's last lines", name
@@ -132,10 +141,14 @@ def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) 
             yield Trouble(now, f"{on} {how}", "see the log's last lines", name)
 
 
+def _lacks_program(message: str) -> bool:
+    return "executable file not found" in message
+
+
 def _unschedulable(name: str, message: str) -> Trouble:
     if "persistentvolumeclaim" in message.lower():
         fix = "check that cluster.storage.claim exists in the namespace and is Bound: kubectl describe pvc"
-        return Trouble(85, f"{name} waits for its volume: {message}", fix, name)
+        return Trouble(_WAITS_FOR_VOLUME, f"{name} waits for its volume: {message}", fix, name)
     fix = "fewer nodes, another instance, or wait; node labels and taints are cluster.node_selector and cluster.tolerations"
     return Trouble(60, f"no node has room for {name}: {message}", fix, name)
 
@@ -143,12 +156,9 @@ def _unschedulable(name: str, message: str) -> Trouble:
 def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Manifest]) -> list[Trouble]:
     """Return the troubles that Warning events report about the run's own objects."""
     mine = {job["metadata"]["name"], *(pod["metadata"]["name"] for pod in pods)}
-    claims = {
-        volume["persistentVolumeClaim"]["claimName"]
-        for pod in pods
-        for volume in pod.get("spec", {}).get("volumes") or []
-        if "persistentVolumeClaim" in volume
-    }
+    claims = _claims(pods)
+    # An event outlives its cause by an hour, and a pod that is scheduled has its volume.
+    unbound = _claims(pod for pod in pods if any(trouble.weight == _WAITS_FOR_VOLUME for trouble in _troubles_of(pod)))
     pending = {
         pod["metadata"]["name"]: pod.get("spec", {}).get("nodeName", "") for pod in pods if _phase(pod) == "Pending"
     }
@@ -159,6 +169,8 @@ def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Ma
             event.get("message", ""),
             event.get("reason"),
         )
+        if about in unbound and reason in _PROVISIONING:
+            found.append(Trouble(86, f"the claim {about} is not bound yet: {said}", _PROVISIONING_FIX))
         if event.get("type") != "Warning":
             continue
         ours = about in mine or any(about.startswith(f"{name}-") for name in mine)
@@ -179,6 +191,15 @@ def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Ma
             fix = f"kubectl get events --field-selector involvedObject.name={about} says more"
             found.append(Trouble(40, f"{about}: {reason}: {said}", fix, about if about in pending else None))
     return found
+
+
+def _claims(pods: Iterable[Manifest]) -> set[str]:
+    return {
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in pods
+        for volume in pod.get("spec", {}).get("volumes") or []
+        if "persistentVolumeClaim" in volume
+    }
 
 
 def _restarts(job: Manifest, pods: Sequence[Manifest]) -> int:

@@ -28,6 +28,9 @@ _BLOB_OPTIONS = [
 ]
 # Azure Managed Lustre is sold in steps that depend on its throughput (MB/s per TiB).
 _LUSTRE_STEP_TIB = {"40": 48, "125": 16, "250": 8, "500": 4}
+# The largest file system without a support request, and the zone where the spec names none.
+_LUSTRE_MOST_TIB = {"40": 768, "125": 128, "250": 128, "500": 128}
+_LUSTRE_SKU, _LUSTRE_ZONE = "AMLFS-Durable-Premium-125", "1"
 
 
 def storage_objects(placed: Placement) -> list[Manifest]:
@@ -51,7 +54,7 @@ def _azure_lustre(placed: Placement, store: StorageSpec) -> list[Manifest]:
     network = {"subnet-name": "subnet", "vnet-name": "vnet", "vnet-resource-group": "vnet_resource_group"}
     optional = network | {"resource-group-name": "resource_group"}
     _refuse_idle(store, {"size", "sku", "zone", "mount_options", "reclaim", *optional.values()})
-    sku = store.sku or "AMLFS-Durable-Premium-125"
+    sku = store.sku or _LUSTRE_SKU
     step = _LUSTRE_STEP_TIB.get(sku.rpartition("-")[2])
     if step is None:
         raise _missing("sku", f"{sku!r} is none of AMLFS-Durable-Premium-40, -125, -250, -500")
@@ -64,15 +67,27 @@ def _azure_lustre(placed: Placement, store: StorageSpec) -> list[Manifest]:
             value=size,
             fix=f"cluster.storage.size={step}Ti, {2 * step}Ti, …",
         )
-    parameters = {
-        "sku-name": sku,
-        "zones": store.zone or "1",
-        "maintenance-day-of-week": "Sunday",
-        "maintenance-time-of-day-utc": "02:00",
-    }
+    # `zone: ''` and `zone: null` are for regions without zones.
+    zone = store.zone if "zone" in store.model_fields_set else _LUSTRE_ZONE
+    parameters = {"sku-name": sku} | ({"zones": zone} if zone else {})
+    parameters |= {"maintenance-day-of-week": "Sunday", "maintenance-time-of-day-utc": "02:00"}
     parameters |= {name: getattr(store, key) for name, key in optional.items() if getattr(store, key) is not None}
     made = _class(placed, "azurelustre.csi.azure.com", parameters, store.mount_options or ["noatime", "flock"])
     return [made, _claim(placed, made["metadata"]["name"], size)]
+
+
+def size_note(store: StorageSpec) -> str | None:
+    """Return what to ask of the cloud before a store of this size can be made, or None."""
+    if store.kind != "azure-lustre" or store.size is None:
+        return None
+    sku = store.sku or _LUSTRE_SKU
+    most = _LUSTRE_MOST_TIB[sku.rpartition("-")[2]]
+    if int(store.size[:-2]) <= most:
+        return None
+    return (
+        f"storage: a new {sku} has at most {most} TiB, and {store.size} are asked for: Azure raises the limit of a subscription "
+        "by a support request, without which the claim stays Pending"
+    )
 
 
 def _azure_blob(placed: Placement, store: StorageSpec) -> list[Manifest]:

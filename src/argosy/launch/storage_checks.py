@@ -34,9 +34,13 @@ def check_space(wanted: Wanted) -> Check:
     nearest = _nearest(wanted)
     free = shutil.disk_usage(nearest).free
     ok = free >= wanted.needed_bytes
-    text = f"{free / _GIB:,.0f} GiB free in {nearest}"
-    fix = f"checkpoints need {wanted.needed_bytes / _GIB:,.0f} GiB: more storage, or a smaller checkpoint.keep"
+    text = f"{_size(free)} free in {nearest}"
+    fix = f"checkpoints need {_size(wanted.needed_bytes)}: more storage, or a smaller checkpoint.keep"
     return Check("space", ok, text, "" if ok else fix)
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:,.0f} GiB" if count >= 10 * _GIB else f"{count / 1e6:,.0f} MB"
 
 
 def check_speed(wanted: Wanted) -> Check:

@@ -132,6 +132,10 @@ class Target(ABC):
             _require_log(run, rank)
         yield from read_log(run.directory, rank, tail=tail, follow=follow)
 
+    def programs(self, cluster: ClusterSpec) -> Sequence[str]:
+        """Return the programs that the image must have besides `argosy`. Preflight looks for them."""
+        return ()
+
     def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
         """Return the RBAC rules that the chart's conductor needs for this target, in addition to those of every launch."""
         return ()

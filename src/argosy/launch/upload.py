@@ -20,11 +20,13 @@ from argosy.launch.api import Cluster
 from argosy.launch.manifests import POD
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, pod_template
+from argosy.launch.pod_start import wait_for_pod
 from argosy.launch.stages import Stage
-from argosy.launch.states import stage_state
-from argosy.launch.storage import storage_objects
+from argosy.launch.storage import size_note, storage_objects
 
 _LIFETIME_S = 24 * 3600
+# A new Lustre file system takes 20 minutes and more.
+_START_S, _GONE_S = 3600.0, 600.0
 _UPLOAD = Stage("upload", lambda _: True, lambda *_: [str(_LIFETIME_S)], on_gpus=False, program="sleep")
 _UNPACK = 'mkdir -p "$1" && tar --extract --directory "$1"'
 
@@ -49,14 +51,17 @@ def upload(placed: Placement, cluster: Cluster, source: Path, destination: str, 
         raise ArgosyError("launch.missing-extra", "copying files into a pod needs kubectl", fix="install kubectl")
     for document in storage_objects(placed):
         cluster.apply(document)
+    if note := size_note(placed.storage):
+        say(note)
     pod = _pod(placed)
     name = pod["metadata"]["name"]
     cluster.delete(POD, name)
-    _wait(lambda: cluster.get(POD, name) is None, lambda: f"the pod {name} of an earlier copy does not go away")
+    _wait_until_gone(cluster, name)
     cluster.apply(pod)
     try:
         say(f"{name}: waiting for the pod that mounts {placed.storage.claim}")
-        _wait(lambda: _phase(cluster, name) == "Running", lambda: _reason(cluster, name))
+        fix = f"kubectl describe pod {name} -n {cluster.namespace} says more; the claim stays, and the same command goes on waiting"
+        wait_for_pod(cluster, name, f"the pod {name}", lambda text: say(f"{name} {text}"), seconds=_START_S, fix=fix)
         command = [kubectl, "exec", "--stdin", "--namespace", cluster.namespace, name, "--"]
         _send([*command, "sh", "-c", _UNPACK, "-", str(target.parent)], source, target.name)
         say(f"{source} is {target} on the volume {placed.storage.claim}")
@@ -108,18 +113,13 @@ def _send(command: list[str], source: Path, name: str) -> None:
         )
 
 
-def _phase(cluster: Cluster, name: str) -> str:
-    return str((cluster.get(POD, name) or {}).get("status", {}).get("phase", "Pending"))
-
-
-def _reason(cluster: Cluster, name: str) -> str:
-    pod = cluster.get(POD, name)
-    return f"the pod {name} does not start: {stage_state(pod, [] if pod is None else [pod], []).text}"
-
-
-def _wait(done: Callable[[], bool], reason: Callable[[], str], seconds: float = 600.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
+def _wait_until_gone(cluster: Cluster, name: str) -> None:
+    deadline = time.monotonic() + _GONE_S
+    while cluster.get(POD, name) is not None:
         if time.monotonic() > deadline:
-            raise ArgosyError("launch.refused", reason(), fix="kubectl describe pod says more")
+            raise ArgosyError(
+                "launch.refused",
+                f"the pod {name} of an earlier copy does not go away",
+                fix=f"kubectl describe pod {name} -n {cluster.namespace} says more",
+            )
         time.sleep(0.5)

@@ -50,7 +50,11 @@ def is_record(path: str) -> bool:
 
 def list_runs(root: Path, wanted: str | None = None) -> dict[str, list[tuple[str, int, int, int]]]:
     """Return path, size, time of change in nanoseconds and inode of the files of each run, or of one run."""
-    folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        # The first run of a volume makes the directory when it starts to train.
+        return {}
     runs = [folder for folder in folders if wanted in (None, folder.name) and _is_run(folder)]
     newest = sorted(runs, key=lambda run: run.stat().st_mtime, reverse=True)[:_MOST_RUNS]
     return {run.name: [facts for path in _files(run) if (facts := _facts(run, path)) is not None] for run in newest}

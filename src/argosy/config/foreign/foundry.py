@@ -205,15 +205,10 @@ def _positions(draft: Draft, flat: Leaves) -> None:
 
 
 def _data(draft: Draft, flat: Leaves) -> None:
-    corpus, split = (
-        _corpus(draft, _dataset(flat, "train_loader"), "train_loader"),
-        flat.get("train_loader.dataset.split"),
-    )
+    corpus = _corpus(draft, _dataset(flat, "train_loader"), "train_loader")
     draft.set("data.train", [corpus])
     draft.notes.append(
-        f"data.train is {corpus['path']}"
-        + (f" (split {split})" if split else "")
-        + ": MDS is not read while training; "
+        f"data.train is {corpus['path']}: MDS is not read while training; "
         "`argosy data convert MDS --output DIR` converts it to a corpus once"
     )
     if flat.get("tokenizer.name"):
@@ -230,18 +225,21 @@ def _dataset(flat: Leaves, loader: str) -> Leaves:
 def _corpus(draft: Draft, dataset: Leaves, loader: str) -> dict[str, str]:
     """Return a loader's data set as an entry of `data.train`.
 
-    `local` caches `remote`, which may be a mounted directory. Without `remote` it is the data set itself.
+    `local` caches `remote`, which may be a mounted directory. Without `remote` it is the data set itself. A split is a directory of
+    either, as in MDS.
     """
-    remote, local = dataset.get("remote"), dataset.get("local")
+    part = f"/{dataset['split']}" if dataset.get("split") else ""
+    roots = [str(dataset.get(key) or "").rstrip("/") for key in ("remote", "local")]
+    remote, local = (f"{root}{part}" if root else None for root in roots)
     path = str(remote or local or "corpus")
-    if not (remote and local) or remote == local:
+    if remote is None or local is None or remote == local:
         return {"path": path}
     if "://" not in path and not path.startswith("/"):
         draft.left.append(
-            f"{loader}.dataset.local: {local}: a cache needs the absolute path of {path}, as file:///PATH"
+            f"{loader}.dataset.local: {roots[1]}: a cache needs the absolute path of {path}, as file:///PATH"
         )
         return {"path": path}
-    return {"path": path if "://" in path else f"file://{path}", "cache": str(local)}
+    return {"path": path if "://" in path else f"file://{path}", "cache": local}
 
 
 def _training(draft: Draft, flat: Leaves) -> None:
@@ -348,13 +346,9 @@ def _evaluation(draft: Draft, flat: Leaves) -> None:
         draft.set("eval", "off")
         draft.notes += ["eval_loader: eval_interval is 0, so nothing is evaluated"] if own else []
         return
-    part = own.get("eval_loader.dataset.split")
     # A list of loaders, one for each data set, or one loader.
     several = [loader.get("dataset", {}) for loader in own.get("eval_loader") or []]
     corpora = [_corpus(draft, dataset, "eval_loader") for dataset in several or [_dataset(flat, "eval_loader")]]
-    if part:
-        # MDS has a directory for each split.
-        corpora = [corpus | {"path": f"{corpus['path']}/{part}"} for corpus in corpora]
     take_over_validation(draft, "eval_loader", corpora)
     batches = flat.get("eval_subset_num_batches", -1)
     if isinstance(batches, int) and batches > 0:

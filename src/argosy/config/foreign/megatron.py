@@ -188,6 +188,8 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
         draft.set("data.train", "corpus")
     else:
         draft.set("data.train", _corpora(words))
+    if given.get("data-path") and "train-data-path" in given:
+        draft.left.append(f"--train-data-path {' '.join(given['train-data-path'])}: data.train is --data-path")
     if own := given.get("valid-data-path"):
         take_over_validation(draft, "--valid-data-path", _corpora(own))
     if "test-data-path" in given:

@@ -23,6 +23,7 @@ from argosy.launch.target import Right
 from argosy.launch.targets.kubernetes import KubernetesTarget
 from argosy.launch.targets.pytorchjob import PYTORCH_JOB, pytorch_job
 
+AGENT = "hyperpodrun"
 AGENT_PORT = 8080
 AGENT_LOGS = "/tmp/hyperpod"
 # The agent writes here. It needs a volume, because the root file system is read-only.
@@ -53,6 +54,9 @@ class HyperPodTarget(KubernetesTarget):
 
     def train_objects(self, placed: Placement) -> list[Manifest]:
         return _resumed_job(placed) if _resumes(placed.cluster) else _hyperpod_job(placed)
+
+    def programs(self, cluster: ClusterSpec) -> Sequence[str]:
+        return () if _resumes(cluster) else (AGENT,)
 
     def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
         used = PYTORCH_JOB if _resumes(cluster) else _HYPERPOD_JOB
@@ -110,7 +114,7 @@ def _hyperpod_job(placed: Placement) -> list[Manifest]:
     template = pod_template(placed, TRAIN, CONTAINER, env)
     template["spec"]["restartPolicy"] = "OnFailure"
     container = template["spec"]["containers"][0]
-    container["command"] = ["hyperpodrun"]
+    container["command"] = [AGENT]
     container["args"] = [
         f"--nnodes={cluster.nodes}",
         f"--nproc-per-node={placed.ranks}",

@@ -21,6 +21,7 @@ from argosy.launch.pod import Manifest
 from argosy.launch.pod_checks import check_pods
 from argosy.launch.registry import all_targets
 from argosy.launch.stages import STAGES, TRAIN, Stage, stages_of
+from argosy.launch.storage import size_note
 from argosy.launch.target import Launched, LaunchOptions, Right, RunStatus, State, Target, logged_progress, not_found
 
 if TYPE_CHECKING:
@@ -73,10 +74,13 @@ class KubernetesTarget(Target):
         cluster = connected(placed.cluster.namespace, in_cluster=options.in_cluster)
         from argosy.launch.conduct import Conductor
 
+        manifests = self.manifests(placed)
+        if note := size_note(placed.storage):
+            options.say(note)
         conductor = Conductor(
             cluster,
             placed,
-            self.manifests(placed),
+            manifests,
             options.say,
             self.jobs,
             self.restarts_itself,
