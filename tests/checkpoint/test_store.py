@@ -24,7 +24,7 @@ from argosy.checkpoint import store
 from argosy.checkpoint.manifest import VERSION, Checkpoint, TrainProgress, verify
 from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune
-from argosy.checkpoint.tensors import TensorFile, read_tensors, write_tensors
+from argosy.checkpoint.tensors import TensorFile, read_tensors, require_finite, write_tensors
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import HostGroup
 from argosy.parallel.shards import Box
@@ -293,3 +293,10 @@ def _link(path: Path) -> None:
     target = path.with_name("elsewhere")
     path.rename(target)
     path.symlink_to(target)
+
+
+@pytest.mark.parametrize("number", [1e300, -4e38])
+def test_numbers_beyond_32_bit_floats_are_refused_as_weights(number: float) -> None:
+    with pytest.raises(ArgosyError, match="the largest number of torch.float32"):
+        require_finite("w", torch.tensor([1.0, number], dtype=torch.float64), "megatron.bad-files")
+    assert require_finite("w", torch.tensor([3e38], dtype=torch.float64), "megatron.bad-files").dtype == torch.float64

@@ -69,6 +69,13 @@ def test_a_directory_of_pairs_is_merged_in_megatrons_order(tmp_path: Path) -> No
     assert read_pair(tmp_path / "out") == [document for n in names for document in read_pair(tmp_path / "in" / n)]
 
 
+def test_a_loop_of_links_as_the_output_is_refused(tmp_path: Path) -> None:
+    write_pair(tmp_path / "in", A)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ArgosyError, match="symbolic links"):
+        merge([tmp_path / "in"], tmp_path / "loop" / "out")
+
+
 def test_corpora_become_a_corpus_with_all_their_books(tmp_path: Path) -> None:
     one, two = write_corpus(tmp_path / "one", [A, B]), write_corpus(tmp_path / "two", [B])
     for path in (one, two):

@@ -187,6 +187,8 @@ class TensorFile:
 
 def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
     """Return the tensor. Refuses NaN and infinite weights: training, evaluation and samples would all be NaN."""
+    if tensor.dtype == torch.float64:
+        _require_range(name, tensor, code)
     if not (finite := tensor.isfinite()).all():
         raise ArgosyError(
             code,
@@ -194,6 +196,18 @@ def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
             fix="copy the model again, or take another one: whatever starts from these weights is NaN",
         )
     return tensor
+
+
+def _require_range(name: str, tensor: Tensor, code: str) -> None:
+    """Refuse a number that becomes infinite in the 32-bit floats that models are computed in."""
+    least, largest = (float(end) for end in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+    number = max(least, largest, key=abs)
+    if math.isfinite(number) and math.isinf(torch.tensor(number, dtype=torch.float32).item()):
+        raise ArgosyError(
+            code,
+            f"{name} holds {number:g}, and the largest number of {torch.float32} is {torch.finfo(torch.float32).max:g}",
+            fix="copy the model again, or take another one: its weights are computed with as 32-bit floats",
+        )
 
 
 def read_span(path: Path, start: int, info: TensorInfo, box: Box) -> Tensor:

@@ -7,7 +7,6 @@ or of another shape. Pickled weights are never opened.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -63,10 +62,7 @@ class HfModel:
 
     def read_theirs(self, name: str) -> Tensor:
         file, stored = self.where[name]
-        place, tensor = f"{name} in {file.path.name}", file.read(stored)
-        if tensor.dtype == torch.float64:
-            _require_range(place, tensor)
-        return require_finite(place, tensor, "hf.bad-files")
+        return require_finite(f"{name} in {file.path.name}", file.read(stored), "hf.bad-files")
 
     def _shape(self, entry: Entry) -> Tensor:
         parts = {}
@@ -181,17 +177,6 @@ def _require_size(spec: ModelSpec, files: list[TensorFile]) -> None:
     stored = sum(len(file.infos) for file in files)
     if experts > max(stored, _MOST_EXPERTS):
         raise _bad(f"config.json asks for {experts:,} experts, the files hold {stored:,} tensors", _FETCH)
-
-
-def _require_range(place: str, tensor: Tensor) -> None:
-    """Refuse a number that becomes infinite in the 32-bit floats that models are computed in."""
-    least, largest = (float(end) for end in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
-    number = max(least, largest, key=abs)
-    if math.isfinite(number) and math.isinf(torch.tensor(number, dtype=torch.float32).item()):
-        raise _bad(
-            f"{place} holds {number:g}, and the largest number of {torch.float32} is {torch.finfo(torch.float32).max:g}",
-            "copy the model again, or take another one: its weights are computed with as 32-bit floats",
-        )
 
 
 def _check_shapes(model: HfModel) -> None:

@@ -142,10 +142,10 @@ class _Merge:
         self._check_manifests()
         outputs = [bin_path(self.output), idx_path(self.output)] if self.pair else [self.output / FILE_NAME]
         sources = {
-            file.resolve() for reader in self.readers for file in (bin_path(reader.prefix), idx_path(reader.prefix))
+            _real(file) for reader in self.readers for file in (bin_path(reader.prefix), idx_path(reader.prefix))
         }
-        if any(file.resolve() in sources for file in outputs) or (
-            not self.pair and any(source.parent == self.output.resolve() for source in sources)
+        if any(_real(file) in sources for file in outputs) or (
+            not self.pair and any(source.parent == _real(self.output) for source in sources)
         ):
             raise _cannot(
                 f"{self.output} is also an input: it would be overwritten while it is read", "choose another --output"
@@ -309,6 +309,11 @@ def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}"
+
+
+def _real(path: Path) -> Path:
+    """Return a path without links. A loop of links stays as it is, and cannot be written to; pathlib would raise RuntimeError."""
+    return Path(os.path.realpath(path))
 
 
 def _partial(path: Path) -> Path:
