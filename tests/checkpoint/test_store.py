@@ -297,6 +297,6 @@ def _link(path: Path) -> None:
 
 @pytest.mark.parametrize("number", [1e300, -4e38])
 def test_numbers_beyond_32_bit_floats_are_refused_as_weights(number: float) -> None:
-    with pytest.raises(ArgosyError, match="the largest number of torch.float32"):
+    with pytest.raises(ArgosyError, match="the largest number of"):
         require_finite("w", torch.tensor([1.0, number], dtype=torch.float64), "megatron.bad-files")
     assert require_finite("w", torch.tensor([3e38], dtype=torch.float64), "megatron.bad-files").dtype == torch.float64

@@ -72,7 +72,7 @@ def test_a_directory_of_pairs_is_merged_in_megatrons_order(tmp_path: Path) -> No
 def test_a_loop_of_links_as_the_output_is_refused(tmp_path: Path) -> None:
     write_pair(tmp_path / "in", A)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ArgosyError, match="symbolic links"):
+    with pytest.raises(ArgosyError, match="write-failed"):
         merge([tmp_path / "in"], tmp_path / "loop" / "out")
 
 
