@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint.hf.hf_files import open_hf
+from argosy.config.units import MOST_LAYERS
 from argosy.errors import ArgosyError
 from argosy.families.hf_config import FORMATS, from_config, key_fates
-from argosy.families.hf_keys import MOST_LAYERS
 from hf_models import save
 
 VALUES: list[Any] = [

@@ -50,7 +50,7 @@ def test_the_planner_fills_an_open_layout_and_says_so() -> None:
 def test_what_the_planner_chooses_can_be_run(model: str, cluster: str, ranks: int) -> None:
     overrides = [f"model.preset={model}", *KEYS[1:]]
     # settle_layout resolves the spec again, which checks the layout.
-    found = settle_layout(resolve(None, overrides), None, overrides, ranks, cluster)
+    found = settle_layout(resolve(None, overrides), None, overrides, ranks, parse_cluster(cluster))
     assert found.spec.parallel.world_size == ranks
 
 

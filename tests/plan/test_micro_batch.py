@@ -23,7 +23,8 @@ GPT2 = {16: 131, 64: 119}
 
 
 def chosen(cluster: str | None, *keys: str, kept: int | None = None) -> tuple[int, str]:
-    found = settle_micro_batch(resolve(None, [*KEYS, *keys]), cluster, kept)
+    planned_on = None if cluster is None else parse_cluster(cluster)
+    found = settle_micro_batch(resolve(None, [*KEYS, *keys]), planned_on, kept)
     return found.spec.parallel.micro_batch, found.origins["parallel.micro_batch"]
 
 

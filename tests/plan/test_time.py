@@ -254,14 +254,17 @@ def test_muon_takes_its_iterations_and_keeps_less(tmp_path: Path) -> None:
         "model: llama3-8b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
         "parallel: {dp_shard: 16, micro_batch: 1, recompute: full}\n"
     )
-    plans = [predict(resolve(path, [f"optim.name={name}"]).spec, "2xp5.48xlarge") for name in ("adamw", "muon")]
+    plans = [
+        predict(resolve(path, [f"optim.name={name}"]).spec, parse_cluster("2xp5.48xlarge"))
+        for name in ("adamw", "muon")
+    ]
     assert plans[0] is not None
     assert plans[1] is not None
     adamw, muon = plans
     assert muon["terms_s"]["optimiser"] > 2 * adamw["terms_s"]["optimiser"]
     assert muon["memory_gib"][0]["optimiser"] < 0.65 * adamw["memory_gib"][0]["optimiser"]
     assert muon["checkpoint_gb"] < 0.8 * adamw["checkpoint_gb"]
-    more = predict(resolve(path, ["optim.name=muon", "optim.muon.ns_steps=10"]).spec, "2xp5.48xlarge")
+    more = predict(resolve(path, ["optim.name=muon", "optim.muon.ns_steps=10"]).spec, parse_cluster("2xp5.48xlarge"))
     assert more is not None
     assert more["terms_s"]["optimiser"] > 1.5 * muon["terms_s"]["optimiser"]
 
@@ -272,7 +275,10 @@ def test_lion_keeps_one_tensor_and_moves_fewer_bytes(tmp_path: Path) -> None:
         "model: llama3-8b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
         "parallel: {dp_shard: 16, micro_batch: 1, recompute: full}\n"
     )
-    plans = [predict(resolve(path, [f"optim.name={name}"]).spec, "2xp5.48xlarge") for name in ("adamw", "lion")]
+    plans = [
+        predict(resolve(path, [f"optim.name={name}"]).spec, parse_cluster("2xp5.48xlarge"))
+        for name in ("adamw", "lion")
+    ]
     assert plans[0] is not None
     assert plans[1] is not None
     adamw, lion = plans
@@ -303,7 +309,9 @@ def test_keys_of_a_run_spec_that_change_time_or_memory_are_read(override: str, t
         "parallel: {dp_shard: 16, micro_batch: 1}\n"
     )
     copies = ["parallel.dp_shard=1", "parallel.dp_replicate=16"] if term == "gradients" else []
-    plain, other = (predict(resolve(path, [*copies, *more]).spec, "2xp5.48xlarge") for more in ([], [override]))
+    plain, other = (
+        predict(resolve(path, [*copies, *more]).spec, parse_cluster("2xp5.48xlarge")) for more in ([], [override])
+    )
     assert plain is not None
     assert other is not None
     if term == "memory":
@@ -321,8 +329,8 @@ def test_a_batch_that_grows_has_fewer_tokens(tmp_path: Path) -> None:
         "model: gpt2\ndata: {train: synthetic, seq_len: 1024}\noptim: {lr: 1e-4}\n"
         "train: {global_batch: 64, steps: 50000, batch_rampup: {start: 16, increment: 16, samples: 960000}}\n"
     )
-    plan = predict(resolve(path).spec, "1xH100")
-    full = predict(resolve(path, ["train.batch_rampup=null"]).spec, "1xH100")
+    plan = predict(resolve(path).spec, parse_cluster("1xH100"))
+    full = predict(resolve(path, ["train.batch_rampup=null"]).spec, parse_cluster("1xH100"))
     assert plan is not None
     assert full is not None
     assert plan["days"] < full["days"]

@@ -187,8 +187,13 @@ class TensorFile:
 
 def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
     """Return the tensor. Refuses NaN and infinite weights: training, evaluation and samples would all be NaN."""
-    if tensor.dtype == torch.float64:
-        _require_range(name, tensor, code)
+    # Models are computed in 32-bit floats at most.
+    if (beyond := overflow(tensor, torch.float32)) is not None:
+        raise ArgosyError(
+            code,
+            f"{name} {beyond}",
+            fix="copy the model again, or take another one: its weights are computed with as 32-bit floats",
+        )
     if not (finite := tensor.isfinite()).all():
         raise ArgosyError(
             code,
@@ -198,16 +203,15 @@ def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
     return tensor
 
 
-def _require_range(name: str, tensor: Tensor, code: str) -> None:
-    """Refuse a number that becomes infinite in the 32-bit floats that models are computed in."""
-    least, largest = (float(end) for end in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
-    number = max(least, largest, key=abs)
-    if math.isfinite(number) and math.isinf(torch.tensor(number, dtype=torch.float32).item()):
-        raise ArgosyError(
-            code,
-            f"{name} holds {number:g}, and the largest number of {torch.float32} is {torch.finfo(torch.float32).max:g}",
-            fix="copy the model again, or take another one: its weights are computed with as 32-bit floats",
-        )
+def overflow(tensor: Tensor, dtype: torch.dtype) -> str | None:
+    """Describe a finite number of a tensor that is infinite in another dtype; None if there is none."""
+    floats = tensor.is_floating_point() and tensor.numel() > 0
+    if not floats or torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
+        return None
+    number = max((float(end) for end in tensor.aminmax()), key=abs)
+    if not math.isfinite(number) or torch.tensor(number, dtype=torch.float64).to(dtype).isfinite():
+        return None
+    return f"holds {number:g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}"
 
 
 def read_span(path: Path, start: int, info: TensorInfo, box: Box) -> Tensor:

@@ -177,16 +177,17 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
+MOST_LAYERS = 10_000
+# Sums and products of a few numbers up to this one are still finite floats.
+LARGEST_NUMBER = 1e30
 # The bounds come before the validator, so that they are in the JSON Schema too.
 NotBool = BeforeValidator(refuse_bool)
 Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
 Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
 # The number of layers of a model.
-Depth = Annotated[int, Field(ge=1, le=10_000), NotBool]
-# Sums and products of a few of these are still finite.
-_LARGEST = 1e30
-PositiveNumber = Annotated[float, Field(gt=0, le=_LARGEST), NotBool]
-NotNegative = Annotated[float, Field(ge=0, le=_LARGEST), NotBool]
+Depth = Annotated[int, Field(ge=1, le=MOST_LAYERS), NotBool]
+PositiveNumber = Annotated[float, Field(gt=0, le=LARGEST_NUMBER), NotBool]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST_NUMBER), NotBool]
 Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]
 Count = Annotated[
     int,

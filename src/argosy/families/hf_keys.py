@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from argosy.config.model import ModelSpec
+from argosy.config.units import LARGEST_NUMBER, MOST_LAYERS
 from argosy.errors import ArgosyError
 
 READ, HELD = "read", "held"
-# The limit of `layers` in a model spec.
-MOST_LAYERS = 10_000
-# Products of a few numbers up to this one are still finite floats.
-_LARGEST = 1e30
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 _ACTIVATION_NAMES = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 _IGNORED_BECAUSE: dict[str, tuple[str, ...]] = {
@@ -80,9 +77,9 @@ class Keys:
         if value is None and default is not None and not null:
             raise self.refuse(key, None, f"a value belongs here, such as {default!r}")
         # NaN is not within the limits either.
-        if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
+        if isinstance(value, int | float) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
             shown = value if isinstance(value, float) else f"an integer of {value.bit_length()} bits"
-            raise self.refuse(key, shown, f"a number of at most {_LARGEST:g} belongs here")
+            raise self.refuse(key, shown, f"a number of at most {LARGEST_NUMBER:g} belongs here")
         return value
 
     def count(self, key: str, default: int, *, least: int | None = None, most: int | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
+from argosy.checkpoint.tensors import overflow
 from argosy.config.schema import RunSpec, TrainSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
@@ -122,14 +122,11 @@ def _weights(source: Source) -> Weights:
 
 
 def _require_range(source: Source, name: str, value: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a weight that becomes infinite in the dtype it is loaded in. A dtype of at least its own range needs no check."""
-    if not value.numel() or torch.finfo(dtype).max >= torch.finfo(value.dtype).max:
-        return
-    number = max((float(end) for end in value.aminmax()), key=abs)
-    if math.isfinite(number) and not torch.tensor(number, dtype=torch.float64).to(dtype).isfinite():
+    """Refuse a weight that becomes infinite in the dtype it is loaded in."""
+    if (beyond := overflow(value, dtype)) is not None:
         raise ArgosyError(
             "checkpoint.mismatch",
-            f"{source.where}: {name} holds {number:g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}",
+            f"{source.where}: {name} {beyond}",
             fix="use another model"
             if dtype == torch.float32
             else "compute in fp32: train.precision=fp32, or dtype=torch.float32 in Python",

@@ -194,7 +194,7 @@ def check_programs(wanted: Wanted) -> Check:
     absent = [program for program in wanted.programs if shutil.which(program) is None]
     if not absent:
         return Check("programs", True, ", ".join(wanted.programs))
-    fix = "docker build -f docker/Dockerfile.efa --build-arg HYPERPOD_AGENT=1.1.3 …, and its digest as cluster.image; or cluster.operator=kubeflow"
+    fix = "build docker/Dockerfile.efa with --build-arg HYPERPOD_AGENT=…, as its first lines say, and give its digest as cluster.image; or cluster.operator=kubeflow"
     return Check("programs", False, f"{', '.join(absent)} is not in this image, and training starts with it", fix)
 
 

@@ -101,6 +101,7 @@ class DropoutSeeds:
         self._seed: int | None = None
         # While a CUDA graph is captured: the generator of each block, by its name.
         self._captured: dict[str, torch.Generator] = {}
+        # The names of the blocks that a hook seeds.
         self._seeded: list[str] = []
         self._drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
         if self._drops and model._compiled_call_impl is None and not isinstance(model, Retriever):

@@ -15,7 +15,7 @@ from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
-from argosy.plan.hardware import GIB, Cluster, as_cluster, parse_cluster, usual_price
+from argosy.plan.hardware import GIB, Cluster, parse_cluster, usual_price
 from argosy.plan.held_axes import held_axes
 from argosy.plan.layouts import Layout, Work, parallel_keys, violations
 from argosy.plan.log import Log, judge
@@ -208,32 +208,30 @@ def answer(
     return Advice(question, found, tuple(distinct(found, top)), asked, storage, narrow, log)
 
 
-def ranked_layouts(spec: RunSpec, cluster: str | Cluster, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
+def ranked_layouts(spec: RunSpec, cluster: Cluster, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yield the keys of `parallel` for a run on a cluster, best layout first. `fixed` has the axes that are already chosen."""
-    question = Question(work_of(spec), as_cluster(cluster), _tokens_of(spec), fixed, None)
+    question = Question(work_of(spec), cluster, _tokens_of(spec), fixed, None)
     return (parallel_keys(candidate.layout) for candidate in answer(question, top=1).found.best)
 
 
-def ranked_micro_batches(spec: RunSpec, cluster: str | Cluster) -> list[int]:
+def ranked_micro_batches(spec: RunSpec, cluster: Cluster) -> list[int]:
     """Return micro-batch sizes for a run with its own layout on a cluster, best first; none if its world size is another."""
-    nodes, known = as_cluster(cluster), calibration()
-    layout = _asked(spec.parallel, nodes)
+    known, layout = calibration(), _asked(spec.parallel, cluster)
     if layout is None:
         return []
     # The size has to divide every batch of a ramp-up.
     batch = gcd(spec.train.global_batch, *(spec.train.batches.rampup or ())[:2])
     share, work = max(1, batch // layout.dp), work_of(spec)
-    found = micro_batches(work, layout, nodes, known.stacks[STACK], known, share)
+    found = micro_batches(work, layout, cluster, known.stacks[STACK], known, share)
     return [candidate.layout.micro_batch for candidate in found]
 
 
-def predict(spec: RunSpec, cluster: str | Cluster) -> dict[str, Any] | None:
+def predict(spec: RunSpec, cluster: Cluster) -> dict[str, Any] | None:
     """Predict memory, time and cost of a run with its own layout, or None if its world size is not the cluster's."""
-    nodes, known = as_cluster(cluster), calibration()
-    layout = _asked(spec.parallel, nodes)
+    known, layout = calibration(), _asked(spec.parallel, cluster)
     if layout is None:
         return None
-    candidate = evaluate(work_of(spec), layout, nodes, known.stacks[STACK], known)
+    candidate = evaluate(work_of(spec), layout, cluster, known.stacks[STACK], known)
     return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
 
 
@@ -267,9 +265,7 @@ def _cluster(
     )
     named = asked or (DEFAULT_CLUSTER if own is None else f"{own.nodes}x{own.instance}")
     cluster = parse_cluster(named, price=price, user_file=hardware)
-    if own is not None and own.gpus is not None:
-        cluster = cluster.using(own.gpus)
-    return _priced(cluster, spot, hardware)
+    return _priced(cluster.using(None if own is None else own.gpus), spot, hardware)
 
 
 def _no_such_precision(precision: str, cluster: Cluster) -> ArgosyError:

@@ -125,8 +125,7 @@ def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> Cluster | 
     It is the spec's cluster if that has one GPU for each rank, else `ranks` times the GPU of this machine.
     """
     if spec.cluster is not None and spec.cluster.instance is not None:
-        named = parse_cluster(f"{spec.cluster.nodes}x{spec.cluster.instance}")
-        named = named.using(spec.cluster.gpus or named.gpus_per_node)
+        named = parse_cluster(f"{spec.cluster.nodes}x{spec.cluster.instance}").using(spec.cluster.gpus)
         if named.gpus == ranks:
             return named
     gpu = None if device_name is None else gpu_of_device(device_name)

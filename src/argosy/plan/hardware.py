@@ -109,9 +109,9 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
 
-    def using(self, gpus: int) -> Cluster:
-        """Return the cluster with so many GPUs of each node in use, and their part of the price."""
-        if gpus == self.gpus_per_node:
+    def using(self, gpus: int | None) -> Cluster:
+        """Return the cluster with so many GPUs of each node in use, and their part of the price. None: all of them."""
+        if gpus in (None, self.gpus_per_node):
             return self
         share = gpus / self.gpus_per_node
         return replace(
@@ -185,10 +185,6 @@ def parse_cluster(text: str, *, price: float | None = None, user_file: str | Non
         domain=instance.gpus * min(instance.nvlink_nodes, count),
         price=None if each is None else each * count,
     )
-
-
-def as_cluster(cluster: str | Cluster) -> Cluster:
-    return parse_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
 @lru_cache

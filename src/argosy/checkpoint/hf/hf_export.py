@@ -25,7 +25,7 @@ from argosy.checkpoint.hf.hf_tokenizer import write_tokenizer
 from argosy.checkpoint.hf.hf_verify import compare_logits, compare_weights, missing_for_logits, what_fits
 from argosy.checkpoint.source import TOKEN_KEYS, Source, open_source
 from argosy.checkpoint.staging import require_space, staged
-from argosy.checkpoint.tensors import TensorInfo, write_stream
+from argosy.checkpoint.tensors import TensorInfo, overflow, write_stream
 from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
 from argosy.config.units import parse_bytes
@@ -172,18 +172,17 @@ class Converter:
 
 
 def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = value.to(dtype)
-    if not rounded.isfinite().all() and value.isfinite().all():
+    if (beyond := overflow(value, dtype)) is not None:
         raise ArgosyError(
             "hf.unsupported",
-            f"{name} holds {float(value.abs().max()):g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}",
+            f"{name} {beyond}",
             key="--dtype",
             value=_name(dtype),
             fix="--dtype bf16, which has the range of 32-bit floats"
             if dtype == torch.float16
             else "leave --dtype out, which keeps the dtype of the weights",
         )
-    return rounded
+    return value.to(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -42,7 +42,7 @@ from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName
 from argosy.data.prepare.piece_queue import PieceQueue
 from argosy.data.prepare.resuming import cannot_write, resumed
-from argosy.data.prepare.touched_inputs import check_since_listed, check_since_plan
+from argosy.data.prepare.touched_inputs import check_since_listed, must_start_over
 from argosy.data.prepare.workers import Task
 from argosy.data.text.inputs import require_no_texts
 from argosy.errors import ArgosyError
@@ -128,14 +128,10 @@ class CurateJob:
 
     def has_same_inputs(self) -> bool:
         """Refuse inputs that an earlier attempt read with other content. With `overwrite`, claim the output anew."""
-        try:
-            check_since_plan(self.work, self.runner)
-        except ArgosyError as error:
-            if error.code != "data.input-changed" or not self.work.overwrite:
-                raise
-            self._claim.clear()
-            return self.claim()
-        return True
+        if not must_start_over(self.work, self.runner):
+            return True
+        self._claim.clear()
+        return self.claim()
 
     def release(self) -> None:
         """Release the locks."""

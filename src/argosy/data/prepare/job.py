@@ -33,13 +33,12 @@ from argosy.data.prepare.join import Joiner, shard_facts_path
 from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName, read_facts
 from argosy.data.prepare.resuming import cannot_write, resumed
-from argosy.data.prepare.touched_inputs import check_since_listed, check_since_plan
+from argosy.data.prepare.touched_inputs import check_since_listed, must_start_over
 from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
 from argosy.data.prepare.workers import Task
 from argosy.data.text.input_files import fingerprint_now, require_same
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
-from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
 _log = logging.getLogger(__name__)
@@ -145,13 +144,7 @@ class PrepareJob:
 
     def check_parts(self) -> None:
         """Refuse inputs that an earlier attempt read with other content. With `overwrite`, start over."""
-        if self._done_elsewhere:
-            return
-        try:
-            check_since_plan(self.work, self.runner)
-        except ArgosyError as error:
-            if error.code != "data.input-changed" or not self.work.overwrite:
-                raise
+        if not self._done_elsewhere and must_start_over(self.work, self.runner):
             self._claim.clear()
             self.claim()
 

@@ -37,6 +37,9 @@ class TouchedWork(Protocol):
     def plan(self) -> Plan: ...
 
     @property
+    def overwrite(self) -> bool: ...
+
+    @property
     def own_shards(self) -> range: ...
 
     def shard_of(self, name: PartName) -> int: ...
@@ -50,6 +53,17 @@ def check_since_plan(work: TouchedWork, runner: PartRunner) -> None:
         # Another process has just finished the job.
         return
     _compare(work, runner, work.plan.touched(stored))
+
+
+def must_start_over(work: TouchedWork, runner: PartRunner) -> bool:
+    """Return whether an earlier attempt read inputs with other content. Refuse them, unless the job overwrites its output."""
+    try:
+        check_since_plan(work, runner)
+    except ArgosyError as error:
+        if error.code != "data.input-changed" or not work.overwrite:
+            raise
+        return True
+    return False
 
 
 def check_since_listed(work: TouchedWork, runner: PartRunner) -> None:

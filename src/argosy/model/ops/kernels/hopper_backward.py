@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
-from argosy.model.ops.kernels.hopper_sums import BackwardKernel, _add, _units
+from argosy.model.ops.kernels.hopper_sums import _add, _units, run_backward
 from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps
 
 _WIDTH = gl.constexpr(64)
@@ -236,4 +236,4 @@ def attend_backward(
     Args:
         last: the last query that sees each key, [1 or batch, seq]; None if the last of all sees all.
     """
-    return BackwardKernel(_attention_backward).run(d_out, q, k, v, out, lse, scale, last)
+    return run_backward(_attention_backward, d_out, q, k, v, out, lse, scale, last)

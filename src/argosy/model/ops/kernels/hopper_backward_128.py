@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetcher, _lasts
 from argosy.model.ops.kernels.hopper_forward import _exp2
-from argosy.model.ops.kernels.hopper_sums import BackwardKernel, _add, _units
+from argosy.model.ops.kernels.hopper_sums import _add, _units, run_backward
 from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps
 
 _WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
@@ -237,4 +237,4 @@ def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `hopper_backward.attend_backward` does, for [batch, seq, heads, 128]."""
-    return BackwardKernel(_attention_backward_128).run(d_out, q, k, v, out, lse, scale, last)
+    return run_backward(_attention_backward_128, d_out, q, k, v, out, lse, scale, last)

@@ -13,7 +13,6 @@ times the others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,37 +127,32 @@ def _attention_after(
         tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + part * PART + tl.arange(0, PART)[None, :], x)
 
 
-@dataclass(frozen=True)
-class BackwardKernel:
-    """The backward pass of attention by a kernel that adds to sums of dQ."""
-
-    kernel: Any
-
-    def run(
-        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        batch, seq, heads, width = q.shape
-        kv_heads, side = k.shape[2], _SIDE.value
-        group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
-        d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-        sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
-        logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
-        norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
-        largest = torch.zeros(batch * kv_heads * 2, dtype=torch.int32, device=q.device)
-        tiles = (batch * heads * (seq // side),)
-        strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
-        _attention_before[tiles](
-            out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, width, side, _LEAST.value, num_warps=4
-        )  # fmt: skip
-        largest = largest.view(torch.float32)
-        self.kernel[(batch * kv_heads * key_blocks,)](
-            described(q, side), described(k, side), described(v, side), described(d_out, side),
-            TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, *bound(last),
-            key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
-            kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
-        )  # fmt: skip
-        _attention_after[tiles](
-            sums, norms, largest, d_q, seq, heads, scale, group, width, side, _PART, _UNITS.value, _LEAST.value, _TWICE.value, num_warps=4
-        )  # fmt: skip
-        return d_q, d_k, d_v
+def run_backward(
+    kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ."""
+    batch, seq, heads, width = q.shape
+    kv_heads, side = k.shape[2], _SIDE.value
+    group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
+    d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
+    logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
+    norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
+    largest = torch.zeros(batch * kv_heads * 2, dtype=torch.int32, device=q.device)
+    tiles = (batch * heads * (seq // side),)
+    strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
+    _attention_before[tiles](
+        out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, width, side, _LEAST.value, num_warps=4
+    )  # fmt: skip
+    largest = largest.view(torch.float32)
+    kernel[(batch * kv_heads * key_blocks,)](
+        described(q, side), described(k, side), described(v, side), described(d_out, side),
+        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, *bound(last),
+        key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
+        kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
+    )  # fmt: skip
+    _attention_after[tiles](
+        sums, norms, largest, d_q, seq, heads, scale, group, width, side, _PART, _UNITS.value, _LEAST.value, _TWICE.value, num_warps=4
+    )  # fmt: skip
+    return d_q, d_k, d_v
