@@ -157,7 +157,11 @@ def deletion(asked: Asked, gone: Object) -> Object:
 
 def chooser(asked: Asked) -> Callable[[Object], bool]:
     wanted = dict(part.split("=") for part in asked.query.get("labelSelector", "").split(",") if part)
-    return lambda item: wanted.items() <= item["metadata"].get("labels", {}).items()
+    name = re.search(r"metadata\.name=([^,]+)", asked.query.get("fieldSelector", ""))
+    return lambda item: (
+        wanted.items() <= item["metadata"].get("labels", {}).items()
+        and (name is None or item["metadata"]["name"] == name[1])
+    )
 
 
 def field_fault(asked: Asked) -> Object | None:

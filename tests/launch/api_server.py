@@ -54,6 +54,7 @@ class ApiServer(ObjectStore):
         self.any_claim = True  # every PersistentVolumeClaim that is asked for is there
         self.missing_fields: set[str] = set()  # those an operator of the cluster is too old for
         self.namespaces: set[str] | None = None  # those there are; None: any
+        self.lingers_s = 0.0  # seconds that a job stays after its deletion, as long as its pods end
         self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
         self.proxies: dict[str, int] = {}  # "POD:PORT" to the loopback port that plays its server
         outer = self
@@ -241,6 +242,9 @@ class _Handler(BaseHTTPRequestHandler):
         ]:
             if own.items() <= state.objects[plural, pod]["metadata"]["labels"].items():
                 state.remove(plural, pod)
+        if asked.plural in OWNERS and state.lingers_s:
+            state.put(asked.plural, deletion(asked, gone))
+            threading.Timer(state.lingers_s, state.remove, (asked.plural, name)).start()
         self._answer(200, deletion(asked, gone))
 
     def do_GET(self) -> None:

@@ -407,6 +407,19 @@ def test_after_a_stop_status_says_what_was_saved_and_that_a_launch_goes_on(
     assert runs_of_namespace("training")[RUN]["train"].phase == "done", "its job is gone, and it had finished"
 
 
+def test_a_stop_returns_when_the_deleted_jobs_are_gone(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], argosy: Callable[..., Any]
+) -> None:
+    """A job stays until its last pod is gone. Until then a run is not stopped, and what a new launch applied would vanish with it."""
+    launch(*TRAIN_ONLY, target="trainjob", follow=False)
+    server.pod("p0", run=RUN, stage="train", phase="Running")
+    server.logs["p0"] = ["2026-01-01T00:00:00Z " + stopped_line(40, 100)]
+    server.lingers_s = 1.5
+    said = argosy("stop", GPU_EXAMPLE, "cluster.namespace=training").stdout
+    assert "stopped: saved at step 40 of 100" in said
+    assert not {("trainjobs", RUN), ("trainingruntimes", f"{RUN}-runtime")} & server.objects.keys()
+
+
 @pytest.mark.parametrize(("target", "plural"), [("jobset", "jobsets"), ("indexed-job", "jobs")])
 def test_a_launch_that_follows_a_run_ends_when_the_run_is_stopped(target: str, plural: str, server: ApiServer) -> None:
     """Pods that are told to end exit with a code that is not 0, so the job fails while it is deleted."""

@@ -252,11 +252,16 @@ def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[Kind], *, pa
     return [job for job in found if not job["metadata"].get("ownerReferences")]
 
 
+def objects_of(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind]) -> list[Manifest]:
+    """Return the run's jobs, then their companion objects."""
+    others = [item for kind in beside for item in _jobs(cluster, selector(run), [kind], passing=True)]
+    return [*_jobs(cluster, selector(run), kinds), *others]
+
+
 def stop(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind]) -> list[str]:
     """Delete the run's jobs, whose pods save first, and their companion objects. Data, checkpoints, claims and the spec stay."""
     stopped = []
-    others = [item for kind in beside for item in _jobs(cluster, selector(run), [kind], passing=True)]
-    for item in [*_jobs(cluster, selector(run), kinds), *others]:
+    for item in objects_of(cluster, run, kinds, beside):
         if cluster.delete(kind_of(item), item["metadata"]["name"]):
             stopped.append(f"{item['kind']} {item['metadata']['name']}")
     return stopped
