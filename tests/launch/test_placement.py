@@ -239,8 +239,14 @@ def test_what_is_stored_outlives_the_run(store: str, kinds: list[str]) -> None:
         assert policy == "Retain"
 
 
-def test_an_image_by_its_tag_is_looked_for_again_and_one_by_its_digest_is_not() -> None:
-    for image, policy in {"r:5000/argosy:1.2": "Always", f"r/argosy@sha256:{'0' * 64}": "IfNotPresent"}.items():
+def test_an_image_by_its_tag_is_looked_for_again_and_one_by_its_digest_or_without_a_registry_is_not() -> None:
+    policies = {
+        "r:5000/argosy:1.2": "Always",
+        f"r/argosy@sha256:{'0' * 64}": "IfNotPresent",
+        "localhost/argosy:1.2": "IfNotPresent",
+        "localhost:5000/argosy:1.2": "Always",
+    }
+    for image, policy in policies.items():
         for document in objects_of(render(place(GPU_EXAMPLE, [f"cluster.image={image}"]))):
             for pod in pods_of(document):
                 assert pod["containers"][0]["imagePullPolicy"] == policy

@@ -80,8 +80,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     body: Manifest = {
         "name": name,
         "image": cluster.image,
-        # A digest is immutable; a tag may have moved.
-        "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",
+        "imagePullPolicy": pull_policy(str(cluster.image)),
         "command": [stage.program],
         "args": literal(stage.command(placed)),
         "workingDir": placed.storage.mount,
@@ -102,6 +101,14 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     if on_gpus and _shares_nvlink(placed):
         body["resources"] = body["resources"] | {"claims": [{"name": "nvlink-domain"}]}
     return body
+
+
+def pull_policy(image: str) -> str:
+    """Return when a node pulls an image. A digest is immutable, and a tag may have moved.
+
+    buildah and podman name an image `localhost/…` that no registry has: such an image is on the nodes already, and a pull could only fail.
+    """
+    return "IfNotPresent" if "@" in image or image.startswith("localhost/") else "Always"
 
 
 def literal(words: Sequence[str]) -> list[str]:
