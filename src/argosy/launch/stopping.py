@@ -50,9 +50,11 @@ def stop_and_watch(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Se
 
 
 def _wait_until_gone(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind], seconds: float) -> None:
-    """Return when the cluster has none of the run's objects left, or after `seconds`: a pod of a lost node stays."""
+    """Return when the cluster has none of the run's objects and training pods left, or after `seconds`: a pod of a lost node stays."""
     deadline = time.monotonic() + seconds
-    while objects_of(cluster, run, kinds, beside) and time.monotonic() < deadline:
+    while objects_of(cluster, run, kinds, beside) or cluster.find(POD, selector(run, TRAIN.name)):
+        if time.monotonic() > deadline:
+            return
         time.sleep(_LOOK_EVERY_S)
 
 
