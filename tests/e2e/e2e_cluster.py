@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import functools
 import json
-import operator
 import os
 import re
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from e2e_evidence import cannot_start, describe
+from e2e_nodes import HOST_LABEL, free_nodes, pods_of_a_run
 from e2e_spec import MOUNT, SAVED_EVERY, STEPS, TEXT, e2e_spec
 from kubernetes import client, config, stream
+from websocket import WebSocketException
 
+from argosy.launch.manifests import JOB
+from argosy.launch.registry import find_target
+from argosy.launch.targets.kubernetes import KubernetesTarget, job_kinds
+from argosy.record.jsonl import read_metrics
 from programs import tool
 
 # Seconds that a command, or a change of the cluster, may take; and a test, which consists of several.
-LONGEST_S = 900
+LONGEST_S = int(os.environ.get("ARGOSY_E2E_SECONDS", "900"))
 TEST_LONGEST_S = 4 * LONGEST_S
 CLAIM, VOLUME_POD = "volume", "volume"
-HOST_LABEL = "kubernetes.io/hostname"
+# Labels of everything outside the namespace too: `kubectl delete namespace,pv -l argosy/e2e` removes what a killed session left.
+LEFT = {"argosy/e2e": "true"}
+# Pods of root are for the volumes. Those of a run would be allowed by stricter rules.
+RULES = {"pod-security.kubernetes.io/enforce": "baseline"}
 # The directory in which the kubelet of a node keeps the volumes of pods.
 KUBELET = os.environ.get("ARGOSY_E2E_KUBELET", "/var/lib/kubelet")
 # Kills the ranks in a pod: processes that the supervisor gave a rank to.
 _KILL_RANKS = """
 import os, pathlib, signal
-ranks = [p for p in pathlib.Path('/proc').glob('[0-9]*') if b'LOCAL_RANK=' in (p / 'environ').read_bytes()]
-[os.kill(int(p.name), signal.SIGKILL) for p in ranks]
-print(len(ranks))
+killed = 0
+for process in pathlib.Path('/proc').glob('[0-9]*'):
+    try:
+        if b'LOCAL_RANK=' in (process / 'environ').read_bytes():
+            os.kill(int(process.name), signal.SIGKILL)
+            killed += 1
+    except OSError:
+        pass
+print(killed)
 """
 
 
@@ -51,13 +64,21 @@ class Bits:
 class E2eCluster:
     """One namespace of the cluster under test."""
 
-    def __init__(self, kubeconfig: str, image: str, storage_class: str | None, directory: Path) -> None:
-        self.kubeconfig, self.image, self.storage_class, self.directory = kubeconfig, image, storage_class, directory
+    def __init__(
+        self, kubeconfig: str, image: str, storage_class: str | None, directory: Path, pods: int | None = None
+    ) -> None:
+        # Commands run in another directory.
+        self.kubeconfig = os.pathsep.join(str(Path(f).expanduser().absolute()) for f in kubeconfig.split(os.pathsep))
+        self.image, self.storage_class, self.directory = image, storage_class, directory
+        # The pods of a run, and the node of volumes that are directories.
+        self.run_pods, self.host = pods or 0, ""
         self.namespace = f"argosy-e2e-{uuid.uuid4().hex[:8]}"
-        api = config.new_client_from_config(config_file=kubeconfig)
+        api = config.new_client_from_config(config_file=self.kubeconfig)
         self.core, self.crds = client.CoreV1Api(api), client.ApiextensionsV1Api(api)
         self.jobs, self.apps, self.server = client.BatchV1Api(api), client.AppsV1Api(api), api.configuration
+        self.custom = client.CustomObjectsApi(api)
         self._volumes: list[str] = []
+        self._commands: list[subprocess.Popen[str]] = []
 
     @classmethod
     def connect(cls, environ: dict[str, str], directory: Path) -> E2eCluster:
@@ -66,19 +87,90 @@ class E2eCluster:
             environ["ARGOSY_E2E_IMAGE"],
             environ.get("ARGOSY_E2E_STORAGE_CLASS") or None,
             directory,
+            int(environ.get("ARGOSY_E2E_NODES") or 0),
         )
 
     def set_up(self) -> None:
-        self.core.create_namespace({"metadata": {"name": self.namespace}})
+        nodes = free_nodes(self.core.list_node().items, self.core.list_pod_for_all_namespaces().items)
+        self.host = nodes[0].host
+        self.run_pods = self.run_pods or pods_of_a_run(nodes, anywhere=self.storage_class is not None)
+        self.core.create_namespace({"metadata": {"name": self.namespace, "labels": LEFT | RULES}})
+        # The server refuses pods until the namespace has its service account.
+        self.wait(
+            lambda: bool(self.core.read_namespaced_service_account("default", self.namespace)), "the service account"
+        )
         self.make_volume(CLAIM, VOLUME_POD)
+        self.image = self._image_on_node()
         self.write_text(VOLUME_POD)
 
     def tear_down(self) -> None:
+        self.end_runs()
+        # The directory on the node stays, without what was written there.
+        with contextlib.suppress(client.ApiException):
+            self.run_in(VOLUME_POD, "sh", "-c", f"rm -rf {MOUNT}/*")
         with contextlib.suppress(client.ApiException):
             self.core.delete_namespace(self.namespace)
         for name in self._volumes:
             with contextlib.suppress(client.ApiException):
                 self.core.delete_persistent_volume(name)
+
+    def _image_on_node(self) -> str:
+        """Return the image by a name with which pods use the copy that the node has, whatever a registry says."""
+        if "@" in self.image or self.image.startswith("localhost/"):
+            return self.image
+        [status] = self.core.read_namespaced_pod(VOLUME_POD, self.namespace).status.container_statuses
+        found = str(status.image_id).removeprefix("docker-pullable://")
+        assert "@" in found, (
+            f"{self.image} is on the node without a digest ({found}), and pods of a run would look for it in a registry: push it and name it by "
+            "digest, or import it on the nodes as localhost/argosy:TAG"
+        )
+        return found
+
+    def end_runs(self) -> None:
+        """End the commands that still run, and every run: a run that a failed test left would hold the cores that others wait for."""
+        for command in self._commands:
+            if command.poll() is None:
+                command.kill()
+                command.communicate()
+        self._commands.clear()
+        ours = {"label_selector": "app.kubernetes.io/managed-by=argosy", "propagation_policy": "Background"}
+        for kind in job_kinds():
+            group, _, version = kind.api_version.partition("/")
+            with contextlib.suppress(client.ApiException):
+                if kind == JOB:
+                    self.jobs.delete_collection_namespaced_job(self.namespace, **ours)
+                else:
+                    self.custom.delete_collection_namespaced_custom_object(
+                        group, version, self.namespace, kind.plural, **ours
+                    )
+
+    def last_words(self) -> str:
+        """End every run, and return what the namespace showed before. A cluster that does not answer is part of that."""
+        try:
+            shown = self.evidence()
+            self.end_runs()
+        except Exception as error:  # noqa: BLE001 - the test has failed already, and its own error is the one to show
+            return f"the cluster does not answer: {error}"
+        return shown
+
+    def evidence(self) -> str:
+        """Return what the namespace shows of its pods and events."""
+        events = self.core.list_namespaced_event(self.namespace).items
+        return describe(self.core.list_namespaced_pod(self.namespace).items, events)
+
+    def missing_kind(self, target: str) -> str | None:
+        """Return the kind that a target needs and the cluster does not have, or None."""
+        chosen = find_target(target)
+        assert isinstance(chosen, KubernetesTarget)
+        for kind in chosen.jobs:
+            group, _, version = kind.api_version.partition("/")
+            try:
+                self.custom.list_namespaced_custom_object(group, version, self.namespace, kind.plural, limit=1)
+            except client.ApiException as error:
+                if error.status != 404:
+                    raise
+                return f"{kind.name} of {kind.api_version}"
+        return None
 
     def make_volume(self, claim: str, pod: str, *, shared: bool = True) -> None:
         """Make a claim that uid 1000 may write, and a pod of root that mounts it.
@@ -89,7 +181,7 @@ class E2eCluster:
         if shared and self.storage_class is not None:
             self._claim(claim, {"storageClassName": self.storage_class})
         else:
-            self._claim_directory(claim, f"/tmp/{self.namespace}-{claim}", self._node())
+            self._claim_directory(claim, f"/tmp/{self.namespace}-{claim}", self.host)
         self._root_pod(pod, {"persistentVolumeClaim": {"claimName": claim}})
 
     def make_volume_in_memory(self, claim: str, pod: str, size: str) -> None:
@@ -98,31 +190,25 @@ class E2eCluster:
         made = self.core.read_namespaced_pod(pod, self.namespace)
         node = self.core.read_node(made.spec.node_name).metadata.labels[HOST_LABEL]
         path = f"{KUBELET}/pods/{made.metadata.uid}/volumes/kubernetes.io~empty-dir/storage"
-        self._claim_directory(claim, path, node)
+        self._claim_directory(claim, path, node, how="Directory")
+        self.run_in(pod, "touch", f"{MOUNT}/seen")
+        self._root_pod(f"{pod}-seen", {"persistentVolumeClaim": {"claimName": claim}}, seconds=180)
+        seen = self.run_in(f"{pod}-seen", "ls", MOUNT)
+        assert "seen" in seen, f"{KUBELET} is not the kubelet's directory on the node: set ARGOSY_E2E_KUBELET"
+        self.delete(f"{pod}-seen")
 
-    def _node(self) -> str:
-        """Return the host name label of a node that takes pods."""
-        barred = ("NoSchedule", "NoExecute")
-        free = [
-            node
-            for node in self.core.list_node().items
-            if not node.spec.unschedulable and not any(taint.effect in barred for taint in node.spec.taints or [])
-        ]
-        assert free, "no node takes pods: each is cordoned or has a taint"
-        return str(free[0].metadata.labels[HOST_LABEL])
-
-    def _claim_directory(self, claim: str, path: str, node: str) -> None:
+    def _claim_directory(self, claim: str, path: str, node: str, how: str = "DirectoryOrCreate") -> None:
         """Make a volume of a node's directory and claim it."""
         name = f"{self.namespace}-{claim}"
         here = [{"matchExpressions": [{"key": HOST_LABEL, "operator": "In", "values": [node]}]}]
         spec = {
             "capacity": {"storage": "1Gi"},
             "accessModes": ["ReadWriteMany"],
-            "hostPath": {"path": path, "type": "DirectoryOrCreate"},
+            "hostPath": {"path": path, "type": how},
             "storageClassName": "",
             "nodeAffinity": {"required": {"nodeSelectorTerms": here}},
         }
-        self.core.create_persistent_volume({"metadata": {"name": name}, "spec": spec})
+        self.core.create_persistent_volume({"metadata": {"name": name, "labels": LEFT}, "spec": spec})
         self._volumes.append(name)
         self._claim(claim, {"storageClassName": "", "volumeName": name})
 
@@ -131,7 +217,7 @@ class E2eCluster:
         body = {"metadata": {"name": claim}, "spec": wanted}
         self.core.create_namespaced_persistent_volume_claim(self.namespace, body)
 
-    def _root_pod(self, pod: str, volume: dict[str, Any]) -> None:
+    def _root_pod(self, pod: str, volume: dict[str, Any], seconds: float = LONGEST_S) -> None:
         """Start a pod of root that gives its volume to uid 1000, and wait until it has."""
         container = {
             "name": "volume",
@@ -143,53 +229,78 @@ class E2eCluster:
         volumes = [{"name": "storage", **volume}]
         spec = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 0}
         self.core.create_namespaced_pod(self.namespace, {"metadata": {"name": pod}, "spec": spec})
-        self.wait(lambda: self.core.read_namespaced_pod(pod, self.namespace).status.phase == "Running", f"pod {pod}")
+        self.wait(lambda: self._runs(pod), f"pod {pod}", seconds)
         self.wait(lambda: self.run_in(pod, "stat", "-c", "%u", MOUNT).strip() == "1000", f"the volume of {pod}")
+
+    def _runs(self, pod: str) -> bool:
+        found = self.core.read_namespaced_pod(pod, self.namespace)
+        reason = cannot_start(found)
+        assert not reason, f"pod {pod} cannot start: {reason}"
+        return bool(found.status.phase == "Running")
 
     def run_in(self, pod: str, *command: str) -> str:
         """Run a command in the first container of a pod, and return what it printed.
 
         The client would parse JSON and print it its own way, so the streams are read here.
+
+        Raises:
+            client.ApiException: the pod cannot be reached, or the connection was lost.
         """
         running = stream.stream(
             self.core.connect_get_namespaced_pod_exec, pod, self.namespace, command=list(command),
             stdin=False, stdout=True, stderr=True, tty=False, _preload_content=False,
         )  # fmt: skip
-        running.run_forever(timeout=LONGEST_S)
-        said: str = running.read_all()
-        running.close()
-        return said
+        try:
+            running.run_forever(timeout=LONGEST_S)
+            return str(running.read_all())
+        except WebSocketException as lost:
+            raise client.ApiException(status=0, reason=str(lost)) from None
+        finally:
+            running.close()
 
     def write_text(self, pod: str) -> None:
         """Write the corpus's text to a pod's volume, as uid 1000."""
         self.run_in(pod, "sh", "-c", f"{TEXT} > {MOUNT}/text.jsonl && chown 1000:1000 {MOUNT}/text.jsonl")
 
     def read(self, path: str, pod: str = VOLUME_POD) -> str:
-        return self.run_in(pod, "sh", "-c", f"cat {MOUNT}/{path} 2>/dev/null || true")
+        """Return the text of a file of the volume, empty if there is none. What was cut off on the way is read again."""
+        file = f"{MOUNT}/{path}"
+        for _ in range(5):
+            said = self.run_in(pod, "sh", "-c", f"test -f {file} || exit 0; wc -c < {file}; cat {file}")
+            size, _, text = said.partition("\n")
+            if not size or len(text.encode()) == int(size):
+                return text
+            time.sleep(1)
+        raise AssertionError(f"{file} has {size} bytes, and {len(text.encode())} arrived")
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
+    def wait(self, ready: Callable[[], bool], what: str, seconds: float = LONGEST_S) -> None:
         """Wait until something is so. Requests that fail meanwhile, as an exec into a pod that starts, are repeated."""
-        end = time.monotonic() + LONGEST_S
+        end, failed = time.monotonic() + seconds, ""
         while time.monotonic() < end:
-            with contextlib.suppress(client.ApiException):
+            try:
                 if ready():
                     return
+                failed = ""
+            except client.ApiException as error:
+                failed = f"; the last request failed: {error.status} {error.reason}"
             time.sleep(1)
-        raise AssertionError(f"{what}: not there after {LONGEST_S} s")
+        raise AssertionError(f"{what}: not there after {seconds:.0f} s{failed}\n{self.evidence()}")
 
     def write_spec(self, name: str, target: str, claim: str = CLAIM, **cluster: Any) -> Path:
         path = self.directory / f"{name}.yaml"
         spec = e2e_spec(name, target, self.image, self.namespace, claim)
-        spec["cluster"] |= cluster
+        spec["cluster"] |= {"nodes": self.run_pods, "ranks": 2 // self.run_pods} | cluster
         path.write_text(yaml.safe_dump(spec, sort_keys=False))
         return path
 
     def argosy(self, *words: str | Path, kubeconfig: str | None = None) -> subprocess.Popen[str]:
         """Start a command of the user."""
-        return subprocess.Popen(
+        started = subprocess.Popen(
             [sys.executable, "-m", "argosy", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=os.environ | {"KUBECONFIG": kubeconfig or self.kubeconfig}, cwd=self.directory,
         )  # fmt: skip
+        self._commands.append(started)
+        return started
 
     def say(self, *words: str | Path) -> str:
         """Run a command of the user to its end, and return what it said."""
@@ -241,9 +352,10 @@ class E2eCluster:
         last = f"runs/{name}/checkpoints/step-{STEPS:08d}/manifest.json"
         files = json.loads(self.read(last, pod))["files"]
         tensors = {file: facts["blake3"] for file, facts in files.items() if file.endswith(".safetensors")}
-        # Steps that a dead attempt logged are logged again: the later line counts.
-        logged = [json.loads(line) for line in self.read(f"runs/{name}/metrics.jsonl", pod).splitlines()]
-        return Bits(tensors, {line["step"]: line["loss"] for line in logged})
+        # Steps that a dead attempt logged are logged again, and its last line may be cut off.
+        copy = self.directory / f"{name}.metrics.jsonl"
+        copy.write_text(self.read(f"runs/{name}/metrics.jsonl", pod))
+        return Bits(tensors, {step: line["loss"] for step, line in read_metrics(copy).items()})
 
     def pods(self, name: str, stage: str = "train") -> list[str]:
         """Return the running pods of a run's stage, by name."""
@@ -264,46 +376,6 @@ class E2eCluster:
         """Evict a pod, as `kubectl drain` does with each pod of a node."""
         self.core.create_namespaced_pod_eviction(pod, self.namespace, {"metadata": {"name": pod}})
 
-    def kubeconfig_without_rights(self) -> str:
-        """Return a kubeconfig of a service account that may do nothing."""
-        self.core.create_namespaced_service_account(self.namespace, {"metadata": {"name": "nobody"}})
-        asked = {"spec": {"audiences": [], "expirationSeconds": 3600}}
-        token = self.core.create_namespaced_service_account_token("nobody", self.namespace, asked).status.token
-        trust: dict[str, Any] = {"insecure-skip-tls-verify": True}
-        if self.server.ssl_ca_cert:
-            authority = base64.b64encode(Path(self.server.ssl_ca_cert).read_bytes()).decode()
-            trust = {"certificate-authority-data": authority}
-        document = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "nobody",
-            "contexts": [
-                {"name": "nobody", "context": {"cluster": "c", "user": "nobody", "namespace": self.namespace}}
-            ],
-            "clusters": [{"name": "c", "cluster": {"server": self.server.host, **trust}}],
-            "users": [{"name": "nobody", "user": {"token": token}}],
-        }
-        path = self.directory / "nobody.kubeconfig"
-        path.write_text(yaml.safe_dump(document))
-        return str(path)
-
-    @contextlib.contextmanager
-    def without_field(self, crd: str, version: str, where: str, field: str) -> Iterator[None]:
-        """Take a field out of the schema of a CRD, as in an older release of its operator, and put it back afterwards."""
-        found = self.crds.api_client.sanitize_for_serialization(self.crds.read_custom_resource_definition(crd))
-        at = next(i for i, one in enumerate(found["spec"]["versions"]) if one["name"] == version)
-        schema = found["spec"]["versions"][at]["schema"]["openAPIV3Schema"]
-        kept = functools.reduce(operator.getitem, where.split("/"), schema)[field]
-        path = f"/spec/versions/{at}/schema/openAPIV3Schema/{where}/{field}"
-        self.crds.patch_custom_resource_definition(crd, [{"op": "remove", "path": path}])
-        try:
-            # The server takes a moment to apply the new schema.
-            time.sleep(5)
-            yield
-        finally:
-            self.crds.patch_custom_resource_definition(crd, [{"op": "add", "path": path, "value": kept}])
-            time.sleep(5)
-
     def jobs_of(self, name: str) -> list[str]:
         listed = self.jobs.list_namespaced_job(self.namespace, label_selector=f"argosy/run={name}").items
         return [job.metadata.name for job in listed]
@@ -311,6 +383,10 @@ class E2eCluster:
 
 def finish(launching: subprocess.Popen[str], code: int = 0) -> str:
     """Wait for a command to end with this exit code, and return its output."""
-    said = launching.communicate(timeout=LONGEST_S)[0]
-    assert launching.returncode == code, said
+    try:
+        said = launching.communicate(timeout=LONGEST_S)[0]
+    except subprocess.TimeoutExpired:
+        launching.kill()
+        said = f"{launching.communicate()[0]}\nand goes on after {LONGEST_S} s"
+    assert launching.returncode == code, f"exit code {launching.returncode}, not {code}:\n{said}"
     return said

@@ -59,5 +59,5 @@ def chart_values(name: str, image: str, namespace: str, claim: str) -> dict[str,
     run["cluster"]["instance"] = None
     # One pod, because the conductor and the viewer want cores too.
     run["cluster"] |= {"nodes": 1, "ranks": 2}
-    viewer = {"enabled": True, "cpu": "100m", "memory": "512Mi"}
-    return {"run": run, "conductor": {"cpu": "250m", "memory": "512Mi"}, "tensorboard": viewer}
+    viewer = {"enabled": True, "cpu": "50m", "memory": "512Mi"}
+    return {"run": run, "conductor": {"cpu": "200m", "memory": "512Mi"}, "tensorboard": viewer}
