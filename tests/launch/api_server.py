@@ -54,7 +54,7 @@ class ApiServer(ObjectStore):
         self.any_claim = True  # every PersistentVolumeClaim that is asked for is there
         self.missing_fields: set[str] = set()  # those an operator of the cluster is too old for
         self.namespaces: set[str] | None = None  # those there are; None: any
-        self.lingers_s = 0.0  # seconds that a job stays after its deletion, as long as its pods end
+        self.lingers_s = 0.0  # seconds that pods take to end, and a job that goes after them
         self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
         self.proxies: dict[str, int] = {}  # "POD:PORT" to the loopback port that plays its server
         outer = self
@@ -237,14 +237,13 @@ class _Handler(BaseHTTPRequestHandler):
         # A job's pods go with it.
         mine = gone["metadata"].get("labels", {})
         own = {key: mine[key] for key in ("argosy/run", "argosy/stage") if key in mine}
-        for plural, pod in [
-            key for key in state.objects if key[0] == "pods" and asked.plural in OWNERS and len(own) == 2
-        ]:
-            if own.items() <= state.objects[plural, pod]["metadata"]["labels"].items():
-                state.remove(plural, pod)
-        if asked.plural in OWNERS and state.lingers_s:
+        owned = [key for key in state.objects if key[0] == "pods" and asked.plural in OWNERS and len(own) == 2]
+        ending = [key for key in owned if own.items() <= state.objects[key]["metadata"]["labels"].items()]
+        if asked.plural in OWNERS and state.lingers_s and asked.query.get("propagationPolicy") == "Foreground":
             state.put(asked.plural, deletion(asked, gone))
-            threading.Timer(state.lingers_s, state.remove, (asked.plural, name)).start()
+            ending.append((asked.plural, name))
+        for key in ending:
+            threading.Timer(state.lingers_s, state.remove, key).start() if state.lingers_s else state.remove(*key)
         self._answer(200, deletion(asked, gone))
 
     def do_GET(self) -> None:

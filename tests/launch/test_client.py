@@ -407,17 +407,28 @@ def test_after_a_stop_status_says_what_was_saved_and_that_a_launch_goes_on(
     assert runs_of_namespace("training")[RUN]["train"].phase == "done", "its job is gone, and it had finished"
 
 
-def test_a_stop_returns_when_the_deleted_jobs_are_gone(
-    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], argosy: Callable[..., Any]
+@pytest.mark.parametrize(("target", "policy"), [("jobset", "Foreground"), ("trainjob", "Background")])
+def test_a_stop_returns_when_jobs_and_pods_are_gone(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], target: str, policy: str
 ) -> None:
-    """A job stays until its last pod is gone. Until then a run is not stopped, and what a new launch applied would vanish with it."""
-    launch(*TRAIN_ONLY, target="trainjob", follow=False)
+    """A job stays until its last pod is gone. Until then a run is not stopped, and what a new launch applied would vanish with it.
+
+    Trainer makes the JobSet of a TrainJob again as long as there is the TrainJob, so the TrainJob goes first.
+    """
+    launch(*TRAIN_ONLY, target=target, follow=False)
     server.pod("p0", run=RUN, stage="train", phase="Running")
     server.logs["p0"] = ["2026-01-01T00:00:00Z " + stopped_line(40, 100)]
     server.lingers_s = 1.5
-    said = argosy("stop", GPU_EXAMPLE, "cluster.namespace=training").stdout
-    assert "stopped: saved at step 40 of 100" in said
-    assert not {("trainjobs", RUN), ("trainingruntimes", f"{RUN}-runtime")} & server.objects.keys()
+    found = runs.find(RUN, "training")
+    runs.end(found)
+    assert {plural for plural, _ in server.objects} == {"configmaps"}
+    assert runs.status(found).stages["train"].text.startswith("saved at step 40 of 100")
+    used = [
+        query["propagationPolicy"]
+        for verb, path, query in server.requests
+        if verb == "DELETE" and f"/{target}s/" in path
+    ]
+    assert used == [policy]
 
 
 @pytest.mark.parametrize(("target", "plural"), [("jobset", "jobsets"), ("indexed-job", "jobs")])

@@ -129,13 +129,18 @@ class Cluster:
         version = str(found.get("metadata", {}).get("resourceVersion", ""))
         return [item | named for item in found.get("items") or []], version
 
-    def delete(self, kind: Kind, name: str) -> bool:
-        """Delete an object and all it owns. Pods get their grace period to save. Return False if the object did not exist."""
+    def delete(self, kind: Kind, name: str, *, owned_first: bool = True) -> bool:
+        """Delete an object and all it owns. Pods get their grace period to save. Return False if the object did not exist.
+
+        Args:
+            owned_first: keep the object until all it owns is gone.
+        """
         resource = self._resource(kind)
         if resource is None:
             return False
         try:
-            resource.delete(name, self.namespace, propagation_policy="Foreground", serializer=_plain)
+            policy = "Foreground" if owned_first else "Background"
+            resource.delete(name, self.namespace, propagation_policy=policy, serializer=_plain)
         except NotFoundError:
             return False
         return True

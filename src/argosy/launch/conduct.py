@@ -261,7 +261,9 @@ def objects_of(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequen
 def stop(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind]) -> list[str]:
     """Delete the run's jobs, whose pods save first, and their companion objects. Data, checkpoints, claims and the spec stay."""
     stopped = []
+    recreated = [kind for kind in kinds if kind.operator is not None and kind.operator.recreates]
     for item in objects_of(cluster, run, kinds, beside):
-        if cluster.delete(kind_of(item), item["metadata"]["name"]):
+        # What is gone at once cannot get new pods from its operator.
+        if cluster.delete(kind_of(item), item["metadata"]["name"], owned_first=kind_of(item) not in recreated):
             stopped.append(f"{item['kind']} {item['metadata']['name']}")
     return stopped

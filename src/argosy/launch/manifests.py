@@ -16,11 +16,15 @@ from argosy.launch.topology import FILE_NAME, topology_file
 
 @dataclass(frozen=True)
 class Operator:
-    """The software that provides a kind: its name, the oldest version that knows every field used here, and how to install it."""
+    """The software that provides a kind: its name, the oldest version that knows every field used here, and how to install it.
+
+    An operator that `recreates` makes the parts of a job again while the job is being deleted.
+    """
 
     name: str
     least: str
     install: str
+    recreates: bool = False
 
 
 @dataclass(frozen=True)

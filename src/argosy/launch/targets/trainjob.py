@@ -22,6 +22,7 @@ _OPERATOR = Operator(
     "Kubeflow Trainer",
     "2.1.0",
     "kubectl apply --server-side -k 'https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.3.0'",
+    recreates=True,
 )
 
 
