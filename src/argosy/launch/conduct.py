@@ -111,7 +111,7 @@ class Conductor:
             self.say(f"{stage}: is running already")
             return
         *before, job = self.manifests.stages[stage]
-        self._remove(job)
+        self._remove(stage)
         for document in before:
             self._require_ours(document)
             self.cluster.apply(document)
@@ -143,14 +143,13 @@ class Conductor:
         parts = [self.manifests.stages[stage], self.placed.spec.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _remove(self, job: Manifest) -> None:
-        """Delete an ended job to make room for its successor. Most fields of a job are immutable."""
-        kind, name = kind_of(job), job["metadata"]["name"]
-        if self.cluster.get(kind, name) is None:
-            return
-        self.cluster.delete(kind, name)
+    def _remove(self, stage: Stage) -> None:
+        """Delete an ended job to make room for its successor, and wait for its last pod. Most fields of a job are immutable."""
+        kind, name = self._kind(stage), self._job(stage)["metadata"]["name"]
+        if self.cluster.get(kind, name) is not None:
+            self.cluster.delete(kind, name, owned_first=not _recreated(kind))
         deadline = time.monotonic() + self.placed.cluster.grace.amount + 60
-        while self.cluster.get(kind, name) is not None:
+        while self.cluster.get(kind, name) is not None or self._has_pods(stage):
             if time.monotonic() > deadline:
                 raise ArgosyError(
                     "launch.running",
@@ -158,6 +157,9 @@ class Conductor:
                     fix="kubectl get pods: one on a dead node stays Terminating until the node is removed",
                 )
             time.sleep(min(1.0, self.look_every))
+
+    def _has_pods(self, stage: Stage) -> bool:
+        return bool(self.cluster.find(POD, selector(self.placed.spec.name, stage.name)))
 
     def _follow(self, stage: Stage) -> State:
         """Report every change of a stage until it is over or its job is deleted, and return its final state."""
@@ -258,12 +260,16 @@ def objects_of(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequen
     return [*_jobs(cluster, selector(run), kinds), *others]
 
 
+def _recreated(kind: Kind) -> bool:
+    """Return whether an operator would make new pods for a job that is being deleted. Such a job has to go before its pods."""
+    return kind.operator is not None and kind.operator.recreates
+
+
 def stop(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind]) -> list[str]:
     """Delete the run's jobs, whose pods save first, and their companion objects. Data, checkpoints, claims and the spec stay."""
     stopped = []
-    recreated = [kind for kind in kinds if kind.operator is not None and kind.operator.recreates]
+    recreated = [kind for kind in kinds if _recreated(kind)]
     for item in objects_of(cluster, run, kinds, beside):
-        # What is gone at once cannot get new pods from its operator.
         if cluster.delete(kind_of(item), item["metadata"]["name"], owned_first=kind_of(item) not in recreated):
             stopped.append(f"{item['kind']} {item['metadata']['name']}")
     return stopped
