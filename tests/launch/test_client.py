@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from api_server import ApiServer
+from kubernetes.client.rest import ApiException
 from kubernetes.config import incluster_config
 from rendering import CHART, GPU_EXAMPLE, ROOT
 
 from argosy.console.training_lines import stopped_line
 from argosy.errors import ArgosyError
-from argosy.launch import conduct, runs
-from argosy.launch.api import RETRY, Cluster, connect
+from argosy.launch import api, conduct, runs
+from argosy.launch.api import RETRY, Cluster, Forbidden, connect
 from argosy.launch.conduct import EXIT_STAGE_FAILED, Conductor
 from argosy.launch.manifests import JOB, KUBERNETES_LEAST, POD
 from argosy.launch.place import place
@@ -429,6 +431,31 @@ def test_a_stop_returns_when_jobs_and_pods_are_gone(
         if verb == "DELETE" and f"/{target}s/" in path
     ]
     assert used == [policy]
+
+
+def test_a_request_that_a_webhook_refused_is_no_want_of_rights() -> None:
+    said = 'admission webhook "vjobset.kb.io" denied the request: spec.replicatedJobs: name too long'
+    denied, lacking = (
+        api._refusal(
+            "PATCH", "/apis", ApiException(http_resp=SimpleNamespace(status=403, reason="", data=body, getheaders=dict))
+        )
+        for body in (json.dumps({"message": said}), json.dumps({"message": "jobs is forbidden: User cannot create"}))
+    )
+    assert not isinstance(denied, Forbidden)
+    assert "webhook or policy of the cluster" in str(denied)
+    assert isinstance(lacking, Forbidden)
+
+
+def test_the_successor_of_an_ended_job_waits_for_its_last_pod(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    launch(*TRAIN_ONLY, target="trainjob", follow=False)
+    server.pod("p0", run=RUN, stage="train", phase="Failed")
+    server.condition("trainjobs", RUN, "Failed")
+    server.lingers_s = 1.5
+    launch(*TRAIN_ONLY, target="trainjob", follow=False)
+    assert ("trainjobs", RUN) in server.objects
+    assert ("pods", "p0") not in server.objects
 
 
 @pytest.mark.parametrize(("target", "plural"), [("jobset", "jobsets"), ("indexed-job", "jobs")])

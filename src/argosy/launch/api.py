@@ -35,6 +35,8 @@ _WAIT_S = 30.0
 _ACCESS_REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
 # What a server says of a field that its schema does not have, or has with another type: with status 500, although asking again cannot help.
 UNKNOWN_FIELD = "field not declared in schema"
+# What a server says of a request that an admission webhook or policy refused: with status 403, although the user has the right.
+DENIED = "denied the request"
 _VERDICTS = (UNKNOWN_FIELD, "failed to create typed patch object")
 # A path below a file, where no file can exist.
 _NO_FILE = f"{os.devnull}/discovery"
@@ -374,6 +376,8 @@ def _refusal(method: str, path: str, error: ApiException) -> ArgosyError:
     cause, fix = f"{method} {path}: {error.status}: {said}", fixes.get(error.status, "see what the server says")
     if error.status == 404 and said.startswith("namespaces "):
         fix = "kubectl create namespace …, or another with cluster.namespace: it has to be there before a run is"
-    if error.status == 403:
+    if DENIED in said:
+        fix = "see what the admission webhook or policy of the cluster says, and change that in the run spec"
+    elif error.status == 403:
         return Forbidden("launch.refused", cause, fix=fix)
     return ArgosyError("launch.refused", cause, fix=fix)

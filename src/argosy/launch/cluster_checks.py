@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from argosy.errors import ArgosyError
-from argosy.launch.api import UNKNOWN_FIELD, Cluster, Forbidden, install_hint
+from argosy.launch.api import DENIED, UNKNOWN_FIELD, Cluster, Forbidden, install_hint
 from argosy.launch.manifests import CLAIM, JOB, KUBERNETES_LEAST, LOCAL_QUEUES, Kind, Manifests, kind_of
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest
@@ -90,7 +90,7 @@ def _try_out(cluster: Cluster, document: Manifest, kinds: Sequence[Kind], *, ref
         kind = next((kind for kind in kinds if kind == kind_of(document)), kind_of(document))
         if field is not None:
             raise _too_old(kind, (field[1] or field[2]).lstrip("."), error) from None
-        if not (refers and "denied the request" in error.cause):
+        if not (refers and DENIED in error.cause):
             raise
 
 
