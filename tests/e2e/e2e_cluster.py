@@ -20,6 +20,7 @@ from e2e_evidence import cannot_start, describe
 from e2e_nodes import HOST_LABEL, free_nodes, pods_of_a_run
 from e2e_spec import MOUNT, SAVED_EVERY, STEPS, TEXT, e2e_spec
 from kubernetes import client, config, stream
+from urllib3.exceptions import HTTPError
 from websocket import WebSocketException
 
 from argosy.launch.manifests import JOB
@@ -265,13 +266,16 @@ class E2eCluster:
     def read(self, path: str, pod: str = VOLUME_POD) -> str:
         """Return the text of a file of the volume, empty if there is none. What was cut off on the way is read again."""
         file = f"{MOUNT}/{path}"
-        for _ in range(5):
+        size = text = ""
+
+        def whole() -> bool:
+            nonlocal size, text
             said = self.run_in(pod, "sh", "-c", f"test -f {file} || exit 0; wc -c < {file}; cat {file}")
             size, _, text = said.partition("\n")
-            if not size or len(text.encode()) == int(size):
-                return text
-            time.sleep(1)
-        raise AssertionError(f"{file} has {size} bytes, and {len(text.encode())} arrived")
+            return not size or len(text.encode()) == int(size)
+
+        self.wait(whole, f"the whole of {file}", 60)
+        return text
 
     def wait(self, ready: Callable[[], bool], what: str, seconds: float = LONGEST_S) -> None:
         """Wait until something is so. Requests that fail meanwhile, as an exec into a pod that starts, are repeated."""
@@ -281,8 +285,8 @@ class E2eCluster:
                 if ready():
                     return
                 failed = ""
-            except client.ApiException as error:
-                failed = f"; the last request failed: {error.status} {error.reason}"
+            except (client.ApiException, HTTPError) as error:
+                failed = f"; the last request failed: {error}".strip()
             time.sleep(1)
         raise AssertionError(f"{what}: not there after {seconds:.0f} s{failed}\n{self.evidence()}")
 

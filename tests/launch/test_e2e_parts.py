@@ -133,7 +133,7 @@ def test_a_wait_that_ends_in_vain_says_what_the_namespace_shows(
         raise client.ApiException(status=403, reason="Forbidden")
 
     monkeypatch.setattr(cluster, "evidence", lambda: "p: Pending")
-    with pytest.raises(AssertionError, match=r"a pod: not there after 0 s; .* 403 Forbidden\np: Pending"):
+    with pytest.raises(AssertionError, match=r"(?s)a pod: not there after 0 s; .*403.*p: Pending"):
         cluster.wait(refuse, "a pod", 0.1)
 
 
