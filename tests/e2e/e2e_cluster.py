@@ -182,26 +182,25 @@ class E2eCluster:
         if shared and self.storage_class is not None:
             self._claim(claim, {"storageClassName": self.storage_class})
         else:
-            self._claim_directory(claim, f"/tmp/{self.namespace}-{claim}", self.host)
+            self._claim_directory(claim, f"/tmp/{self.namespace}-{claim}")
         self._root_pod(pod, {"persistentVolumeClaim": {"claimName": claim}})
 
     def make_volume_in_memory(self, claim: str, pod: str, size: str) -> None:
         """Make a claim that can be filled, and a pod of root that mounts it: the pod's own volume in memory, which the kubelet mounts on the node."""
         self._root_pod(pod, {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
         made = self.core.read_namespaced_pod(pod, self.namespace)
-        node = self.core.read_node(made.spec.node_name).metadata.labels[HOST_LABEL]
         path = f"{KUBELET}/pods/{made.metadata.uid}/volumes/kubernetes.io~empty-dir/storage"
-        self._claim_directory(claim, path, node, how="Directory")
+        self._claim_directory(claim, path, how="Directory")
         self.run_in(pod, "touch", f"{MOUNT}/seen")
         self._root_pod(f"{pod}-seen", {"persistentVolumeClaim": {"claimName": claim}}, seconds=180)
         seen = self.run_in(f"{pod}-seen", "ls", MOUNT)
         assert "seen" in seen, f"{KUBELET} is not the kubelet's directory on the node: set ARGOSY_E2E_KUBELET"
         self.delete(f"{pod}-seen")
 
-    def _claim_directory(self, claim: str, path: str, node: str, how: str = "DirectoryOrCreate") -> None:
-        """Make a volume of a node's directory and claim it."""
+    def _claim_directory(self, claim: str, path: str, how: str = "DirectoryOrCreate") -> None:
+        """Make a volume of a directory of the chosen node and claim it."""
         name = f"{self.namespace}-{claim}"
-        here = [{"matchExpressions": [{"key": HOST_LABEL, "operator": "In", "values": [node]}]}]
+        here = [{"matchExpressions": [{"key": HOST_LABEL, "operator": "In", "values": [self.host]}]}]
         spec = {
             "capacity": {"storage": "1Gi"},
             "accessModes": ["ReadWriteMany"],
@@ -228,7 +227,10 @@ class E2eCluster:
             "volumeMounts": [{"name": "storage", "mountPath": MOUNT}],
         }
         volumes = [{"name": "storage", **volume}]
-        spec = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 0}
+        spec: dict[str, Any] = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 0}
+        if "emptyDir" in volume:
+            # Nothing else takes the pod to the node that has room, and maybe alone the image.
+            spec["nodeSelector"] = {HOST_LABEL: self.host}
         self.core.create_namespaced_pod(self.namespace, {"metadata": {"name": pod}, "spec": spec})
         self.wait(lambda: self._runs(pod), f"pod {pod}", seconds)
         self.wait(lambda: self.run_in(pod, "stat", "-c", "%u", MOUNT).strip() == "1000", f"the volume of {pod}")
