@@ -7,6 +7,7 @@
 - `ARGOSY_E2E_TARGETS`: targets that have to be tested. Default: all; those without their operator in the cluster are skipped.
 - `ARGOSY_E2E_NODES`: the pods of a run, 1 or 2, each of one core and 2 GiB. Default: 2 if the node has two free cores, else 1.
 - `ARGOSY_E2E_KUBELET`: the kubelet's directory on the nodes. Default: /var/lib/kubelet.
+- `ARGOSY_E2E_STEPS`: the steps of a run. Default: 1000, a minute of training on slow cores; more where a run ends before it can be disturbed.
 - `ARGOSY_E2E_SECONDS`: how long one command or one change of the cluster may take. Default: 900.
 
 The tests of the chart need helm. One test takes a field out of JobSet's CRD for some seconds, so nobody else should use JobSet meanwhile.

@@ -345,7 +345,9 @@ class E2eCluster:
             lambda: launching.poll() is not None or self.step(name) > SAVED_EVERY, f"step {SAVED_EVERY} of {name}"
         )
         assert launching.poll() is None, launching.communicate()[0]
-        assert self.step(name) < STEPS, "it was over before anything could happen to it"
+        assert self.step(name) < STEPS, (
+            "it was over before anything could happen to it: set ARGOSY_E2E_STEPS to a larger multiple of 50"
+        )
         return launching
 
     def step(self, name: str) -> int:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 # Ten seconds or more pass between the first checkpoint and the end on a fast core: time to find the pods and to disturb them.
-STEPS, SAVED_EVERY = 1000, 50
+STEPS, SAVED_EVERY = int(os.environ.get("ARGOSY_E2E_STEPS", "1000")), 50
 TARGETS = ("indexed-job", "jobset", "pytorchjob", "trainjob")
 # A shell command that prints the documents of the corpus.
 TEXT = """seq 400 | sed 's/.*/{"text": "This is sentence number & of a very small corpus."}/'"""
