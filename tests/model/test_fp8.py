@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -73,3 +75,20 @@ def test_a_frozen_weight_costs_no_product_and_gets_no_gradient(monkeypatch: pyte
     y.sum().backward()
     assert len(calls) == 3  # one forward, one for the weight
     assert trained.grad is not None
+
+
+def test_a_weight_is_rounded_once_in_a_step_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    rounded: list[Sequence[torch.Tensor]] = []
+    compute = fp8._quantise
+    monkeypatch.setattr(fp8, "_quantise", lambda x, *others: rounded.append(x) or compute(x, *others))
+    x, weight = torch.randn(16, 32), torch.randn(48, 32, requires_grad=True)
+    found = []
+    for _ in range(2):
+        with fp8.weights_rounded_once():
+            found.append([fp8_matmuls(x, [weight], [None])[0].detach() for _ in range(3)])
+        with torch.no_grad():
+            weight *= -2
+    assert sum(given[0].data_ptr() == weight.data_ptr() for given in rounded) == 2
+    assert torch.equal(found[1][0], -2 * found[0][0])
+    assert all(torch.equal(one, same[0]) for same in found for one in same)

@@ -21,6 +21,7 @@ from argosy.families.architecture import LayerPlan, architecture_of
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import fp8_matmuls
+from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
@@ -49,6 +50,11 @@ class Linear(nn.Linear):
     def rounds(self) -> bool:
         """True if this pass rounds the input, the weight and their gradients to 8 bits."""
         return self.fp8 and self.training
+
+    @property
+    def fuses(self) -> bool:
+        """True if this pass is a matmul of 8-bit floats and nothing else, which a fused operation may do in its place."""
+        return self.rounds and self.lora_scale is None
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised; `argosy.model.build` fills them. On the meta device drawing takes longer than all else."""
@@ -192,11 +198,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output [batch, seq, hidden], without the down projection's bias."""
+        inner = (self.up,) if self.gate is None else (self.gate, self.up)
+        if use_kernel(x) and all(layer.fuses for layer in (*inner, self.down)):
+            biases = [layer.bias for layer in inner]
+            return fp8_mlp(x, self.activation, [layer.weight for layer in inner], biases, self.down.weight)
         if self.gate is None:
-            y = activate(self.activation, self.up(x), self.up.bias, measured=self.up.rounds)
+            y = activate(self.activation, self.up(x), self.up.bias)
         else:
             gate, up = multiply(x, (self.gate, self.up), (self.gate.bias, self.up.bias))
-            y = gated(self.activation, gate, up, measured=self.up.rounds)
+            y = gated(self.activation, gate, up)
         out: Tensor = self.down(y)
         return out
 

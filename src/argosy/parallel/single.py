@@ -12,6 +12,7 @@ queued.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from argosy.compat import accumulate_in
 from argosy.data.samples.windows import Batch
 from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
+from argosy.model.ops.fp8 import weights_rounded_once
 from argosy.parallel.cuda_graphs import CudaGraphs
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.shards import norm_of
@@ -151,6 +153,12 @@ class MicroBatches:
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 accumulate_in(parameter, torch.float32 if wide else parameter.dtype)
 
+    def rounding(self, batch: Batch) -> AbstractContextManager[None]:
+        """Return the context of the passes over a batch. Weights that 8-bit matmuls read are rounded once for all of them, but by FSDP,
+        which gathers weights anew for each."""
+        several = len(self.firsts(batch)) > 1 and not self._reduces_itself
+        return weights_rounded_once() if several else nullcontext()
+
     def seed_dropout(self, step: int, micro: int) -> None:
         """Seed dropout for the forward pass of micro-batch `micro` of the global batch."""
         self._dropout.begin(step, micro)
@@ -173,10 +181,11 @@ class MicroBatches:
         """
         self.prepare_gradients(batch)
         sums, firsts = Sums(self._device), self.firsts(batch)
-        for micro, first in enumerate(firsts, start=first_micro):
-            before(first == firsts[-1])
-            self.seed_dropout(step, micro)
-            sums.add(run(*self.inputs(batch, first, objective)))
+        with self.rounding(batch):
+            for micro, first in enumerate(firsts, start=first_micro):
+                before(first == firsts[-1])
+                self.seed_dropout(step, micro)
+                sums.add(run(*self.inputs(batch, first, objective)))
         return sums.result(batch.valid_tokens)
 
     def forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:

@@ -15,9 +15,10 @@ accumulation. On a CPU the same rounding is followed by an ordinary matmul, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from argosy.model.ops.largest import noted
 from argosy.model.ops.matmul import now_or_later
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+T = TypeVar("T")
 
 
 class Quantised(NamedTuple):
@@ -45,15 +47,53 @@ def fp8_matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     """Return x [.., cols] quantised to 8 bits, as rows [rows, cols] and transposed."""
-    found = noted(x)
-    x = x.flatten(0, -2)
-    if use_kernel(x):
+    return _quantise([x.flatten(0, -2)], dtype, noted(x))
+
+
+_kept: dict[tuple[object, ...], Any] | None = None
+
+
+@contextmanager
+def weights_rounded_once() -> Iterator[None]:
+    """Quantise each weight at most once inside, as in all micro-batches of a step. Weights have to stay as and where they are."""
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+def quantise_weights(*weights: Tensor) -> Quantised:
+    """Return weights [.., in] quantised to 8 bits with one scale, one below the other."""
+    return once(lambda: _quantise(weights, FORWARD, None), *weights)
+
+
+def once(find: Callable[[], T], *weights: Tensor, what: str = "values") -> T:
+    """Return what is found of some weights, from an earlier call if there was one inside `weights_rounded_once`."""
+    # A captured graph reads fixed addresses, and may be replayed when nothing is kept any more.
+    if (
+        _kept is None
+        or torch.compiler.is_compiling()
+        or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return find()
+    key = (what, *((weight.data_ptr(), weight.shape) for weight in weights))
+    if key not in _kept:
+        _kept[key] = find()
+    found: T = _kept[key]
+    return found
+
+
+def _quantise(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Tensor | None) -> Quantised:
+    if use_kernel(tensors[0]):
         from argosy.model.ops.kernels.fp8_kernel import quantise as fused
 
-        return Quantised(*fused(x, dtype, found))
+        return fused(tensors, dtype, parts)
+    x = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax().float() / largest).clamp(min=1e-30)
-    values = (x.float() / scale).clamp(-largest, largest).to(dtype)
+    values = (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
     return Quantised(values, values.t().contiguous(), scale)
 
 
@@ -64,7 +104,7 @@ class _Fp8Products(torch.autograd.Function):
         x8 = quantise(x, FORWARD)
         saved, found = [x8.transposed, x8.scale], []
         for weight, bias in zip(weights, biases, strict=True):
-            w8 = quantise(weight, FORWARD)
+            w8 = quantise_weights(weight)
             y = scaled_mm(x8.values, w8.values.t(), x8.scale, w8.scale, x.dtype, bias=bias, fast=True)
             found.append(y.unflatten(0, x.shape[:-1]))
             saved += [w8.transposed, w8.scale]
@@ -93,13 +133,13 @@ class _Fp8Products(torch.autograd.Function):
             product = None
             if wanted[n]:
                 factors = d8.transposed, x8t.t(), d8.scale, x_scale
-                product = now_or_later(weight, partial(_product, factors, d_y.dtype))
+                product = now_or_later(weight, partial(scaled_product, factors, d_y.dtype))
             d_weights.append(product)
             d_biases.append(d_y.sum(0, dtype=torch.float32).to(bias_dtypes[n]) if wanted[count + n] else None)
         return None if d_x is None else d_x.view(shape), None, *d_weights, *d_biases
 
 
-def _product(
+def scaled_product(
     factors: tuple[Tensor, Tensor, Tensor, Tensor],
     dtype: torch.dtype,
     total: Tensor | None = None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.fp8_heads import fp8_heads
 
 # cos and sin, 32-bit.
 Rope = tuple[Tensor, Tensor]  # [1 or batch, seq, head_dim / 2] each
@@ -22,7 +23,9 @@ class Projection(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
     @property
-    def rounds(self) -> bool: ...
+    def weight(self) -> Tensor: ...
+    @property
+    def fuses(self) -> bool: ...
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
@@ -36,11 +39,13 @@ def project_heads(
     """
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
+        if qkv.fuses:
+            return fp8_heads(x, qkv.weight, bias, rope, group=group, head_dim=head_dim)
         from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
         # The matmul adds the bias at no cost. `SplitHeads` sums the bias gradient in its backward pass.
         product = qkv(x, None if bias is None else bias.detach())
-        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim, qkv.rounds)
+        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim)
         return q, k, v
     return split_heads(qkv(x, bias), rope, group=group, head_dim=head_dim)
 

@@ -5,25 +5,19 @@ Rounding to 8-bit floats needs it before it can begin. A pass of its own would r
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-# Programs of a kernel share this many maxima, so that few wait for the same one.
+# Kernels that find or read maxima do so in at most this many parts.
 SLOTS = 1024
 
 
-def slots(device: torch.device) -> Tensor:
-    """Return zeros for a kernel to raise: non-negative 32-bit floats as integers, which compare alike and have an atomic maximum."""
-    return torch.zeros(SLOTS, dtype=torch.int32, device=device)
-
-
 def note(x: Tensor, found: Tensor | None) -> None:
-    """Keep with x the maxima that its kernel found, if any."""
+    """Keep with x the largest magnitudes of its parts, or bounds of them, that its kernel found, if it did."""
     if found is not None:
-        x.argosy_largest = (found.view(torch.float32), x._version)  # type: ignore[attr-defined]
+        x.argosy_largest = (found, x._version)  # type: ignore[attr-defined]
 
 
 def noted(x: Tensor) -> Tensor | None:
-    """Return maxima of parts of x [SLOTS] if its kernel found them and x has not been changed in place since."""
+    """Return the largest magnitudes of parts of x, at most SLOTS, if its kernel found them and x has not been changed in place since."""
     found, version = getattr(x, "argosy_largest", (None, None))
     return found if version == x._version else None

@@ -25,7 +25,7 @@ def split_norm(
     If both branches start here, one pass computes the gradient of x.
 
     Args:
-        measured: matmuls in 8-bit floats read the norm and the gradient of x, whose largest magnitudes the kernels note.
+        measured: matmuls in 8-bit floats read the norm and the gradient of x, of whose largest magnitudes the kernels note bounds.
     """
     if use_kernel(x):
         return _fused(x, None, None, weight, bias, eps, rms, measured)

@@ -109,7 +109,7 @@ class PipelineParallel:
             self._micro_batches.seed_dropout(step, number + micro)
             return self._forward(stage, micros[micro], objective, stream)
 
-        with traced(PIPELINE):
+        with traced(PIPELINE), self._micro_batches.rounding(batch):
             reports = self._run(forward, micros, training=True)
         self.on_phase("communication")
         with traced(LEFT_OVER):

@@ -1,7 +1,4 @@
-"""Activations fused with the bias before them, in one pass over memory. The backward pass also sums the bias gradient.
-
-If `measured`, the largest magnitudes of results and gradients are noted (`argosy.model.ops.largest`).
-"""
+"""Activations fused with the bias before them, in one pass over memory. The backward pass also sums the bias gradient."""
 
 from __future__ import annotations
 
@@ -11,9 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from argosy.model.ops.kernels.fp8_kernel import raise_largest
-from argosy.model.ops.largest import note, slots
 
 # The size of a tile.
 _ROWS, _COLS = 16, 256
@@ -59,10 +53,7 @@ def _slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    y, bias, out, found, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, MEASURED: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
+def _forward(y, bias, out, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     across = tl.cdiv(width, C)
     row = (tl.program_id(0) // across).to(tl.int64) * R + tl.arange(0, R)
     col = tl.program_id(0) % across * C + tl.arange(0, C)
@@ -71,21 +62,17 @@ def _forward(
     x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    value = _value(x, KIND).to(out.dtype.element_ty)
-    tl.store(out + at, value, mask=inside)
-    if MEASURED:
-        raise_largest(found, tl.program_id(0), tl.where(inside, value, 0.0))
+    tl.store(out + at, _value(x, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
-    d_out, y, bias, d_y, d_bias, found, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, MEASURED: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+    d_out, y, bias, d_y, d_bias, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1).to(tl.int64) * R * TILES
     total = tl.zeros((R, C), tl.float32)
-    most = tl.zeros((R, C), tl.float32)
     if HAS_BIAS:
         b = tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
     for tile in tl.range(0, TILES, num_stages=3):
@@ -98,107 +85,78 @@ def _backward(
         gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * _slope(x, KIND)
         if HAS_BIAS:
             total += gradient
-        gradient = gradient.to(d_y.dtype.element_ty)
-        tl.store(d_y + at, gradient, mask=inside)
-        if MEASURED:
-            size = tl.abs(tl.where(inside, gradient.to(tl.float32), 0.0))
-            most = tl.maximum(most, tl.where(size == size, size, float("inf")))
-    if MEASURED:
-        raise_largest(found, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), most)
+        tl.store(d_y + at, gradient.to(d_y.dtype.element_ty), mask=inside)
     if HAS_BIAS:
         tl.store(d_bias + tl.program_id(1) * width + col, tl.sum(total, 0), mask=col < width)
 
 
 class Activate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor | None, kind: str, measured: bool) -> Tensor:
+    def forward(ctx: Any, y: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         y = y.contiguous()
         width = y.shape[-1]
         rows = y.numel() // width
         out = torch.empty_like(y)
-        found = slots(y.device) if measured else None
         _forward[(triton.cdiv(width, _COLS) * triton.cdiv(rows, _ROWS),)](
-            y, bias, out, found, rows, width, kind, bias is not None, measured, _ROWS, _COLS, num_warps=4
+            y, bias, out, rows, width, kind, bias is not None, _ROWS, _COLS, num_warps=4
         )
-        note(out, found)
         ctx.save_for_backward(y, bias)
-        ctx.form = (kind, measured)
+        ctx.kind = kind
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         y, bias = ctx.saved_tensors
-        kind, measured = ctx.form
-        found = slots(y.device) if measured else None
         width = y.shape[-1]
         rows = y.numel() // width
         chunks = triton.cdiv(rows, _ROWS * _TILES_DOWN)
         d_y = torch.empty_like(y)
         partial = torch.empty((chunks, width), dtype=torch.float32, device=y.device) if bias is not None else None
         _backward[(triton.cdiv(width, _COLS), chunks)](
-            gradients[0].contiguous(), y, bias, d_y, partial, found, rows, width, kind, bias is not None, measured, _ROWS,
-            _COLS, _TILES_DOWN, num_warps=4,
+            gradients[0].contiguous(), y, bias, d_y, partial, rows, width, ctx.kind, bias is not None, _ROWS, _COLS,
+            _TILES_DOWN, num_warps=4,
         )  # fmt: skip
-        note(d_y, found)
-        return d_y, None if partial is None or bias is None else partial.sum(0).to(bias.dtype), None, None
+        return d_y, None if partial is None or bias is None else partial.sum(0).to(bias.dtype), None
 
 
 @triton.jit
-def _gated_forward(gate, up, out, found, count, KIND: tl.constexpr, MEASURED: tl.constexpr, B: tl.constexpr):
+def _gated_forward(gate, up, out, count, KIND: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    value = (_value(g, KIND) * u).to(out.dtype.element_ty)
-    tl.store(out + at, value, mask=inside)
-    if MEASURED:
-        raise_largest(found, tl.program_id(0), value)
+    tl.store(out + at, (_value(g, KIND) * u).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gated_backward(
-    d_out, gate, up, d_gate, d_up, gate_found, up_found, count, KIND: tl.constexpr, MEASURED: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
+def _gated_backward(d_out, gate, up, d_gate, d_up, count, KIND: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < count
     d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    by_gate = (d * u * _slope(g, KIND)).to(d_gate.dtype.element_ty)
-    by_up = (d * _value(g, KIND)).to(d_up.dtype.element_ty)
-    tl.store(d_gate + at, by_gate, mask=inside)
-    tl.store(d_up + at, by_up, mask=inside)
-    if MEASURED:
-        raise_largest(gate_found, tl.program_id(0), by_gate)
-        raise_largest(up_found, tl.program_id(0), by_up)
+    tl.store(d_gate + at, (d * u * _slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + at, (d * _value(g, KIND)).to(d_up.dtype.element_ty), mask=inside)
 
 
 class Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, measured: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        found = slots(gate.device) if measured else None
-        _gated_forward[(triton.cdiv(gate.numel(), 2048),)](
-            gate, up, out, found, gate.numel(), kind, measured, 2048, num_warps=4
-        )
-        note(out, found)
+        _gated_forward[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), kind, 2048, num_warps=4)
         ctx.save_for_backward(gate, up)
-        ctx.form = (kind, measured)
+        ctx.kind = kind
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gate, up = ctx.saved_tensors
-        kind, measured = ctx.form
-        found = [slots(gate.device) if measured else None for _ in range(2)]
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         _gated_backward[(triton.cdiv(gate.numel(), 2048),)](
-            gradients[0].contiguous(), gate, up, d_gate, d_up, *found, gate.numel(), kind, measured, 2048, num_warps=4
+            gradients[0].contiguous(), gate, up, d_gate, d_up, gate.numel(), ctx.kind, 2048, num_warps=4
         )
-        note(d_gate, found[0])
-        note(d_up, found[1])
-        return d_gate, d_up, None, None
+        return d_gate, d_up, None
 
 
 @triton.jit

@@ -6,6 +6,7 @@ are slots of one head each: for every KV head its queries, its key, its value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from argosy.model.ops.kernels.fp8_kernel import raise_largest
-from argosy.model.ops.largest import note, slots
+from argosy.model.ops.fp8 import GRADIENT, Quantised
+from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
+from argosy.model.ops.largest import SLOTS
 
-# Tokens per tile.
-_TOKENS = 32
-# Tiles per program in `_join`.
-_TILES_DOWN = 8
+# Tokens per tile and tiles per program in `_join`, and quads of tokens per tile in `_join_rounded`, whose programs have one tile each.
+_TOKENS, _TILES_DOWN = 32, 8
+_QUADS = 16
 
 
 @triton.jit
@@ -57,110 +58,192 @@ def _split(qkv, q, k, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexp
 
 
 @triton.jit
-def _join(
-    d_q, d_k, d_v, cos, sin, d_qkv, d_bias, found, tokens, seq, table_rows, kv_heads,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt,
-    ROPE: tl.constexpr, HAS_BIAS: tl.constexpr, MEASURED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    R: tl.constexpr, TILES: tl.constexpr,
+def _gradient(
+    d_q, d_k, d_v, cos, sin, token, tokens, seq, table_rows, place, strides,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write d_qkv from the three gradients, given their strides over batch, head and token (the last stride is 1)."""
-    place = tl.program_id(1)
+    """Return both halves of a head's gradient, turned back, and a mask of the tokens that there are.
+
+    `strides` are those of d_q, d_k and d_v over batch, head and token. The last stride is 1.
+    """
+    qb, qh, qt, kb, kh, kt, vb, vh, vt = strides
     group = place // (GROUP + 2)
     slot = place % (GROUP + 2)
     dim = tl.arange(0, HALF)
+    inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
+    row = (token // seq).to(tl.int64)
+    t = (token % seq).to(tl.int64)
+    if slot < GROUP:
+        source = d_q + (row * qb + (group * GROUP + slot) * qh + t * qt)[:, None]
+    elif slot == GROUP:
+        source = d_k + (row * kb + group * kh + t * kt)[:, None]
+    else:
+        source = d_v + (row * vb + group * vh + t * vt)[:, None]
+    first = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROPE:
+        if slot <= GROUP:
+            angle = (token % table_rows)[:, None] * HALF + dim[None, :]
+            c = tl.load(cos + angle, mask=inside, other=0.0)
+            s = tl.load(sin + angle, mask=inside, other=0.0)
+            first, second = _turn(first, second, c, s, True)
+    return first, second, inside
+
+
+@triton.jit
+def _join(
+    d_q, d_k, d_v, cos, sin, d_qkv, sums, tokens, seq, table_rows, kv_heads, qb, qh, qt, kb, kh, kt, vb, vh, vt,
+    ROPE: tl.constexpr, SUMMED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the projection from the three gradients."""
+    place = tl.program_id(1)
     row_size = kv_heads * (GROUP + 2) * 2 * HALF
     sum_first = tl.zeros((R, HALF), tl.float32)
     sum_second = tl.zeros((R, HALF), tl.float32)
-    most = tl.zeros((R, HALF), tl.float32)
+    dim = tl.arange(0, HALF)
     for tile in tl.range(0, TILES, num_stages=3):
         token = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
-        inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
-        row = (token // seq).to(tl.int64)
-        t = (token % seq).to(tl.int64)
-        if slot < GROUP:
-            source = d_q + (row * qb + (group * GROUP + slot) * qh + t * qt)[:, None]
-        elif slot == GROUP:
-            source = d_k + (row * kb + group * kh + t * kt)[:, None]
-        else:
-            source = d_v + (row * vb + group * vh + t * vt)[:, None]
-        first = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        if ROPE:
-            if slot <= GROUP:
-                angle = (token % table_rows)[:, None] * HALF + dim[None, :]
-                c = tl.load(cos + angle, mask=inside, other=0.0)
-                s = tl.load(sin + angle, mask=inside, other=0.0)
-                first, second = _turn(first, second, c, s, True)
-        if HAS_BIAS:
+        first, second, inside = _gradient(
+            d_q, d_k, d_v, cos, sin, token, tokens, seq, table_rows, place, (qb, qh, qt, kb, kh, kt, vb, vh, vt), ROPE, GROUP, HALF
+        )  # fmt: skip
+        if SUMMED:
             sum_first += first
             sum_second += second
         target = d_qkv + token.to(tl.int64)[:, None] * row_size + place * 2 * HALF
-        first = first.to(d_qkv.dtype.element_ty)
-        second = second.to(d_qkv.dtype.element_ty)
-        tl.store(target + dim[None, :], first, mask=inside)
-        tl.store(target + HALF + dim[None, :], second, mask=inside)
-        if MEASURED:
-            size = tl.maximum(
-                tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
-            )
-            most = tl.maximum(most, tl.where(size == size, size, float("inf")))
-    if MEASURED:
-        raise_largest(found, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), most)
-    if HAS_BIAS:
-        at = d_bias + tl.program_id(0) * row_size + place * 2 * HALF + dim
+        tl.store(target + dim[None, :], first.to(d_qkv.dtype.element_ty), mask=inside)
+        tl.store(target + HALF + dim[None, :], second.to(d_qkv.dtype.element_ty), mask=inside)
+    if SUMMED:
+        at = sums + tl.program_id(0) * row_size + place * 2 * HALF + dim
         tl.store(at, tl.sum(sum_first, 0))
         tl.store(at + HALF, tl.sum(sum_second, 0))
+
+
+@triton.jit
+def _join_rounded(
+    d_q, d_k, d_v, cos, sin, values, transposed, scale, parts, used, sums, quads, tokens, seq, table_rows, kv_heads,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt,
+    ROPE: tl.constexpr, SUMMED: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """Write what `_join` does in 8 bits. `parts` are the largest magnitudes of parts of the three gradients."""
+    place = tl.program_id(1)
+    factor = scale_of(parts, used, LARGEST, PARTS)
+    if ROPE:
+        # As far as a turn can raise the larger one of a pair.
+        factor *= 1.42
+    if (tl.program_id(0) == 0) & (place == 0):
+        tl.store(scale, factor)
+    inverse = tl.div_rn(1.0, factor)
+    width = kv_heads * (GROUP + 2) * 2 * HALF
+    col = place * 2 * HALF + tl.arange(0, HALF)
+    strides = (qb, qh, qt, kb, kh, kt, vb, vh, vt)
+    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
+    token = quad * 4
+    a, e, inside = _gradient(d_q, d_k, d_v, cos, sin, token, tokens, seq, table_rows, place, strides, ROPE, GROUP, HALF)
+    b, f, _ = _gradient(d_q, d_k, d_v, cos, sin, token + 1, tokens, seq, table_rows, place, strides, ROPE, GROUP, HALF)
+    c, g, _ = _gradient(d_q, d_k, d_v, cos, sin, token + 2, tokens, seq, table_rows, place, strides, ROPE, GROUP, HALF)
+    d, h, _ = _gradient(d_q, d_k, d_v, cos, sin, token + 3, tokens, seq, table_rows, place, strides, ROPE, GROUP, HALF)
+    target = values + token.to(tl.int64)[:, None] * width + col[None, :]
+    a = store_scaled(a, inverse, target, inside, LARGEST)
+    e = store_scaled(e, inverse, target + HALF, inside, LARGEST)
+    b = store_scaled(b, inverse, target + width, inside, LARGEST)
+    f = store_scaled(f, inverse, target + width + HALF, inside, LARGEST)
+    c = store_scaled(c, inverse, target + 2 * width, inside, LARGEST)
+    g = store_scaled(g, inverse, target + 2 * width + HALF, inside, LARGEST)
+    d = store_scaled(d, inverse, target + 3 * width, inside, LARGEST)
+    h = store_scaled(h, inverse, target + 3 * width + HALF, inside, LARGEST)
+    store_transposed(a, b, c, d, transposed, quad, col, quads, width, quads)
+    store_transposed(e, f, g, h, transposed, quad, col + HALF, quads, width, quads)
+    if SUMMED:
+        at = sums + tl.program_id(0) * width + col
+        tl.store(at, tl.sum((a + b) + (c + d), 0) * factor)
+        tl.store(at + HALF, tl.sum((e + f) + (g + h), 0) * factor)
+
+
+def split(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [batch, heads, seq, head_dim] of qkv [batch, seq, slots x head_dim]."""
+    qkv = qkv.contiguous()
+    batch, seq, _ = qkv.shape
+    slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
+    kv_heads = slots.shape[2]
+    q, k, v = slots.split((group, 1, 1), dim=3)
+    if rope is None:
+        q, k = q.flatten(2, 3), k.flatten(2, 3)
+    else:
+        q = torch.empty((batch, seq, kv_heads * group, head_dim), dtype=qkv.dtype, device=qkv.device)
+        k = torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+        _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 1))](
+            qkv, q, k, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
+            num_warps=4,
+        )  # fmt: skip
+    return q.transpose(1, 2), k.transpose(1, 2), v.flatten(2, 3).transpose(1, 2)
+
+
+def join(
+    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of what `split` has split, given those of queries, keys and values; if `summed`, also its sum over tokens."""
+    batch, kv_heads, seq, head_dim = gradients[1].shape
+    width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
+    d_qkv = torch.empty((batch, seq, width), dtype=gradients[0].dtype, device=device)
+    chunks = triton.cdiv(batch * seq, _TOKENS * _TILES_DOWN)
+    sums = torch.empty((chunks, width), dtype=torch.float32, device=device) if summed else None
+    sources, sizes = _sources(gradients, rope)
+    _join[(chunks, width // head_dim)](
+        *sources, d_qkv, sums, *sizes, rope is not None, summed, group, head_dim // 2, _TOKENS, _TILES_DOWN, num_warps=4
+    )
+    return d_qkv, None if sums is None else sums.sum(0)
+
+
+def join_rounded(
+    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: bool
+) -> tuple[Quantised, Tensor | None]:
+    """Return what `join` does, rounded to 8 bits, with batch and seq as one dimension, which is a multiple of 16."""
+    batch, kv_heads, seq, head_dim = gradients[1].shape
+    width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
+    parts = largest_of(*(g if _is_dense(g) else g.contiguous() for g in gradients))
+    room = room_for(batch * seq, width, GRADIENT, device)
+    chunks = triton.cdiv(batch * seq, 4 * _QUADS)
+    sums = torch.empty((chunks, width), dtype=torch.float32, device=device) if summed else None
+    sources, sizes = _sources(gradients, rope)
+    _join_rounded[(chunks, width // head_dim)](
+        *sources, *room, parts, len(parts), sums, batch * seq // 4, *sizes, rope is not None, summed, torch.finfo(GRADIENT).max, SLOTS,
+        group, head_dim // 2, _QUADS, num_warps=2,
+    )  # fmt: skip
+    return room, None if sums is None else sums.sum(0)
+
+
+def _sources(
+    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Return what the kernels read, and its sizes and strides."""
+    d_q, d_k, d_v = (g if g.stride(-1) == 1 else g.contiguous() for g in gradients)
+    batch, kv_heads, seq, _ = d_k.shape
+    table_rows = 1 if rope is None else rope[0].shape[0] * seq
+    strides = (*d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3])
+    return (d_q, d_k, d_v, *(rope or (None, None))), (batch * seq, seq, table_rows, kv_heads, *strides)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """True if x has all elements of a piece of memory, in whatever order."""
+    return x.transpose(1, 2).is_contiguous() or x.is_contiguous()
 
 
 class SplitHeads(torch.autograd.Function):
     """Splits qkv [batch, seq, slots x head_dim] into q, k, v [batch, heads, seq, head_dim].
 
-    `bias` is not added here, because the matmul has added it. The backward pass only computes its gradient. If `measured`, it notes the
-    largest magnitude of the gradient of qkv (`argosy.model.ops.largest`).
+    `bias` is not added here, because the matmul has added it. The backward pass only computes its gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        bias: Tensor | None,
-        rope: tuple[Tensor, Tensor] | None,
-        group: int,
-        head_dim: int,
-        measured: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = qkv.contiguous()
-        batch, seq, _ = qkv.shape
-        slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
-        kv_heads = slots.shape[2]
-        q, k, v = slots.split((group, 1, 1), dim=3)
-        if rope is None:
-            q, k = q.flatten(2, 3), k.flatten(2, 3)
-        else:
-            q = torch.empty((batch, seq, kv_heads * group, head_dim), dtype=qkv.dtype, device=qkv.device)
-            k = torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-            _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 1))](
-                qkv, q, k, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
-                num_warps=4,
-            )  # fmt: skip
-        ctx.form = (rope, None if bias is None else bias.dtype, group, head_dim, measured, qkv.shape, qkv.dtype)
-        return q.transpose(1, 2), k.transpose(1, 2), v.flatten(2, 3).transpose(1, 2)
+        ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx.form = (rope, group, None if bias is None else bias.dtype)
+        return split(qkv, rope, group, head_dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        d_q, d_k, d_v = (g if g.stride(-1) == 1 else g.contiguous() for g in gradients)
-        rope, bias_dtype, group, head_dim, measured, shape, dtype = ctx.form
-        batch, seq, width = shape
-        kv_heads = width // head_dim // (group + 2)
-        d_qkv = torch.empty(shape, dtype=dtype, device=d_q.device)
-        chunks = triton.cdiv(batch * seq, _TOKENS * _TILES_DOWN)
-        partial = None if bias_dtype is None else torch.empty((chunks, width), dtype=torch.float32, device=d_q.device)
-        tables = (None, None) if rope is None else rope
-        found = slots(d_q.device) if measured else None
-        _join[(chunks, kv_heads * (group + 2))](
-            d_q, d_k, d_v, *tables, d_qkv, partial, found, batch * seq, seq, 1 if rope is None else rope[0].shape[0] * seq,
-            kv_heads, *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
-            rope is not None, partial is not None, measured, group, head_dim // 2, _TOKENS, _TILES_DOWN, num_warps=4,
-        )  # fmt: skip
-        note(d_qkv, found)
-        return d_qkv, None if partial is None else partial.sum(0).to(bias_dtype), None, None, None, None
+        rope, group, bias_dtype = ctx.form
+        d_qkv, sums = join(gradients, rope, group, summed=bias_dtype is not None)
+        return d_qkv, None if sums is None else sums.to(bias_dtype), None, None, None

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from argosy.model.ops.kernels.fp8_kernel import raise_largest
-from argosy.model.ops.largest import note, slots
+from argosy.model.ops.largest import note
 
 # Programs in the backward pass: four for each multiprocessor of an H100 or H200.
 _PROGRAMS = 528
@@ -48,13 +47,18 @@ def _forward(
         centred = tl.where(inside, value - average, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
     tl.store(rstd + row, scale)
-    result = centred * scale * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    result = centred * scale * w
+    most = tl.abs(w) * tl.sqrt(width.to(tl.float32))
     if HAS_BIAS:
-        result += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    result = result.to(out.dtype.element_ty)
-    tl.store(out + row * width + cols, result, mask=inside)
+        b = tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+        result += b
+        most += tl.abs(b)
+    tl.store(out + row * width + cols, result.to(out.dtype.element_ty), mask=inside)
     if MEASURED:
-        raise_largest(found, tl.program_id(0), result)
+        # Of values whose mean square is at most 1, none is larger than the root of their number. Then room for rounding.
+        if row == 0:
+            tl.store(found, tl.max(tl.where(most == most, most, float("inf")), 0) * 1.01)
 
 
 @triton.jit
@@ -70,7 +74,9 @@ def _backward(
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
-    most = tl.zeros((BLOCK,), tl.float32)
+    if MEASURED:
+        # Of each eight neighbours, which one thread has, only the largest: all of them would take more registers than there are.
+        most = tl.zeros((BLOCK // 8,), tl.float32)
     first = program.to(tl.int64) * rows_each
     for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         at = row * width + cols
@@ -97,9 +103,10 @@ def _backward(
         tl.store(d_x + at, gradient, mask=inside)
         if MEASURED:
             size = tl.abs(tl.where(inside, gradient.to(tl.float32), 0.0))
-            most = tl.maximum(most, tl.where(size == size, size, float("inf")))
+            size = tl.where(size == size, size, float("inf"))
+            most = tl.maximum(most, tl.max(tl.reshape(size, [BLOCK // 8, 8]), 1))
     if MEASURED:
-        raise_largest(found, program, most)
+        tl.store(found + program, tl.max(most, 0))
     at = program * width + cols
     tl.store(d_weight + at, sum_weight, mask=inside)
     if HAS_BIAS:
@@ -111,7 +118,7 @@ def _backward(
 class AddNorm(torch.autograd.Function):
     """Returns x + y + y_bias and its norm. Without y it returns x and its norm, which saves adding the two gradients of x.
 
-    If `measured`, the largest magnitudes of the norm and of the gradient of y are noted (`argosy.model.ops.largest`).
+    If `measured`, a bound of the norm and the largest magnitudes of the gradient of y are noted (`argosy.model.ops.largest`).
     """
 
     @staticmethod
@@ -128,7 +135,7 @@ class AddNorm(torch.autograd.Function):
         statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
         mean, rstd = statistics[0], statistics[1]
         block = triton.next_power_of_2(width)
-        found = slots(x.device) if measured else None
+        found = torch.empty(1, dtype=torch.float32, device=x.device) if measured else None
         _forward[(rows,)](
             x, y, y_bias, weight, bias, total, out, mean, rstd, found, width, eps,
             y is not None, y_bias is not None, bias is not None, rms, measured, block, num_warps=_warps(block),
@@ -159,7 +166,7 @@ class AddNorm(torch.autograd.Function):
         kinds = 1 + (bias_dtype is not None) + (y_bias_dtype is not None)
         partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(width)
-        found = slots(total.device) if measured else None
+        found = torch.empty(programs, dtype=torch.float32, device=total.device) if measured else None
         _backward[(programs,)](
             d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[min(1, kinds - 1)],
             partial[-1], found, rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms,
