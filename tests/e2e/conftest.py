@@ -1,7 +1,7 @@
 """Scenario tests on a real cluster. Without a cluster and an image they are not collected.
 
-`ARGOSY_E2E_KUBECONFIG` is the kubeconfig of an administrator of a cluster, `ARGOSY_E2E_IMAGE` an image of this tree: by digest, or
-`localhost/…` for an image that is imported on the nodes. `tests/e2e/kind-up` makes both. Optional:
+`ARGOSY_E2E_KUBECONFIG` is the kubeconfig of an administrator of a cluster, `ARGOSY_E2E_IMAGE` an image of this tree, from a
+registry or imported on the nodes under that name. `tests/e2e/kind-up` makes both. Optional:
 
 - `ARGOSY_E2E_STORAGE_CLASS`: a class whose volumes many nodes can write. Default: a directory of one node, where all pods then run.
 - `ARGOSY_E2E_TARGETS`: targets that have to be tested. Default: all; those without their operator in the cluster are skipped.

@@ -101,7 +101,6 @@ class E2eCluster:
             lambda: bool(self.core.read_namespaced_service_account("default", self.namespace)), "the service account"
         )
         self.make_volume(CLAIM, VOLUME_POD)
-        self.image = self._image_on_node()
         self.write_text(VOLUME_POD)
 
     def tear_down(self) -> None:
@@ -114,18 +113,6 @@ class E2eCluster:
         for name in self._volumes:
             with contextlib.suppress(client.ApiException):
                 self.core.delete_persistent_volume(name)
-
-    def _image_on_node(self) -> str:
-        """Return the image by a name with which pods use the copy that the node has, whatever a registry says."""
-        if "@" in self.image or self.image.startswith("localhost/"):
-            return self.image
-        [status] = self.core.read_namespaced_pod(VOLUME_POD, self.namespace).status.container_statuses
-        found = str(status.image_id).removeprefix("docker-pullable://")
-        assert "@" in found, (
-            f"{self.image} is on the node without a digest ({found}), and pods of a run would look for it in a registry: push it and name it by "
-            "digest, or import it on the nodes as localhost/argosy:TAG"
-        )
-        return found
 
     def end_runs(self) -> None:
         """End the commands that still run, and every run: a run that a failed test left would hold the cores that others wait for."""

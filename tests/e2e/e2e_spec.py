@@ -42,6 +42,8 @@ def e2e_spec(name: str, target: str, image: str, namespace: str, claim: str) -> 
             "shm": "256Mi",
             "scratch": "1Gi",
             "image": image,
+            # The node may have it under this name, and no registry.
+            "pull_policy": "IfNotPresent",
             "namespace": namespace,
             "storage": {"claim": claim, "mount": MOUNT},
             "grace": "60s",

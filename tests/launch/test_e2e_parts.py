@@ -96,28 +96,6 @@ def test_commands_in_another_directory_find_the_kubeconfig(cluster: E2eCluster, 
     assert cluster.kubeconfig == str(tmp_path / "kubeconfig")
 
 
-@pytest.mark.parametrize(
-    ("given", "on_node", "used"),
-    [
-        ("r/argosy:1", "r/argosy@sha256:ab", "r/argosy@sha256:ab"),
-        ("r/argosy@sha256:cd", "r/argosy@sha256:ab", "r/argosy@sha256:cd"),
-        ("localhost/argosy:1", "sha256:ef", "localhost/argosy:1"),
-        ("r/argosy:1", "sha256:ef", None),
-    ],
-)
-def test_pods_use_the_image_that_the_node_has(
-    cluster: E2eCluster, given: str, on_node: str, used: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = pod("volume", "a", None, container_statuses=[SimpleNamespace(image_id=on_node)])
-    monkeypatch.setattr(cluster.core, "read_namespaced_pod", lambda *_: seen)
-    cluster.image = given
-    if used is None:
-        with pytest.raises(AssertionError, match="on the node without a digest"):
-            cluster._image_on_node()
-    else:
-        assert cluster._image_on_node() == used
-
-
 def test_a_file_that_was_cut_off_on_the_way_is_read_again(cluster: E2eCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ["6\nabc", "6\nabcdé", ""]
     monkeypatch.setattr(e2e_cluster.time, "sleep", lambda _: None)

@@ -239,7 +239,7 @@ def test_what_is_stored_outlives_the_run(store: str, kinds: list[str]) -> None:
         assert policy == "Retain"
 
 
-def test_an_image_by_its_tag_is_looked_for_again_and_one_by_its_digest_or_without_a_registry_is_not() -> None:
+def test_an_image_by_its_tag_is_looked_for_again_and_one_by_its_digest_or_loaded_on_nodes_is_not() -> None:
     policies = {
         "r:5000/argosy:1.2": "Always",
         f"r/argosy@sha256:{'0' * 64}": "IfNotPresent",
@@ -247,9 +247,16 @@ def test_an_image_by_its_tag_is_looked_for_again_and_one_by_its_digest_or_withou
         "localhost:5000/argosy:1.2": "Always",
     }
     for image, policy in policies.items():
-        for document in objects_of(render(place(GPU_EXAMPLE, [f"cluster.image={image}"]))):
-            for pod in pods_of(document):
-                assert pod["containers"][0]["imagePullPolicy"] == policy
+        assert pull_policies(f"cluster.image={image}") == {policy}
+    assert pull_policies("cluster.image=r/argosy:1.2", "cluster.pull_policy=IfNotPresent") == {"IfNotPresent"}
+
+
+def pull_policies(*overrides: str) -> set[str]:
+    return {
+        pod["containers"][0]["imagePullPolicy"]
+        for document in objects_of(render(place(GPU_EXAMPLE, list(overrides))))
+        for pod in pods_of(document)
+    }
 
 
 CPUS = [

@@ -126,6 +126,11 @@ class ClusterSpec(Section):
     )
     image: str | None = Field(None, description="container image, by digest; see docker/")
     pull_secrets: list[DnsName] = Field([], description="names of imagePullSecrets")
+    pull_policy: Literal["auto", "Always", "IfNotPresent", "Never"] = Field(
+        "auto",
+        description="when nodes pull the image, in Kubernetes's words. auto: Always for a tag, which may have moved; IfNotPresent for a "
+        "digest and for localhost/… images. IfNotPresent for images loaded on the nodes, as `kind load` does",
+    )
     namespace: DnsName = Field("default", description="Kubernetes namespace; it must exist")
     storage: StorageSpec | None = Field(None, description="the shared volume, or the name of an existing claim")
     secrets: dict[VariableName, SecretKey] = Field(

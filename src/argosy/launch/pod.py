@@ -80,7 +80,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     body: Manifest = {
         "name": name,
         "image": cluster.image,
-        "imagePullPolicy": pull_policy(str(cluster.image)),
+        "imagePullPolicy": _pull_policy(cluster),
         "command": [stage.program],
         "args": literal(stage.command(placed)),
         "workingDir": placed.storage.mount,
@@ -103,11 +103,14 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     return body
 
 
-def pull_policy(image: str) -> str:
-    """Return when a node pulls an image. A digest is immutable, and a tag may have moved.
+def _pull_policy(cluster: ClusterSpec) -> str:
+    """Return when a node pulls the image. A digest is immutable, and a tag may have moved.
 
     buildah and podman name an image `localhost/…` that no registry has: such an image is on the nodes already, and a pull could only fail.
     """
+    if cluster.pull_policy != "auto":
+        return cluster.pull_policy
+    image = str(cluster.image)
     return "IfNotPresent" if "@" in image or image.startswith("localhost/") else "Always"
 
 

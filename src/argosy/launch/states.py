@@ -107,7 +107,12 @@ def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) 
     reason, said = waiting.get("reason", ""), waiting.get("message", "")
     if reason in _PULL:
         text = f"the image {container.get('image', '')} cannot be pulled: {said or reason}"
-        yield Trouble(90, text, "check cluster.image, and cluster.pull_secrets for a private registry", name)
+        yield Trouble(
+            90,
+            text,
+            "check cluster.image; cluster.pull_secrets for a private registry, cluster.pull_policy=IfNotPresent for an image loaded on the nodes",
+            name,
+        )
     elif reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
         fix = _NO_PROGRAM_FIX if _lacks_program(said) else "make the Secret or ConfigMap it names"
         yield Trouble(90, f"{on} cannot start: {said or reason}", fix, name)
