@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from argosy.infer.loading import load_model
 from argosy.measure.dry_run import dry_run
 from argosy.model.build import build_model, initial_value, initial_weights, initialise
 from argosy.model.decoding import Sampling
+from argosy.model.ops import fp8
 from argosy.model.ops.choice import kernels
 from argosy.parallel import precision as precision_module
+from argosy.parallel import single
 from argosy.parallel.precision import (
     DTYPES,
     apply_precision,
@@ -201,6 +204,28 @@ def test_a_resumed_run_is_bit_equal(write_spec: Write, precision: str) -> None:
     expected = outcome(go(path, "name=whole", *common))
     go(path, "name=cut", *common, "train.steps=3")
     assert outcome(go(path, "name=cut", *common)) == expected
+
+
+def test_weights_are_rounded_once_for_all_micro_batches_of_a_step(
+    write_spec: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks are recomputed, and with the bits of weights that are rounded for each micro-batch."""
+    common = ("train.precision=fp8", *EIGHT_BIT, "train.steps=3", "eval=off")
+    path = write_spec(optim={"lr": 1e-3, "schedule": "constant"})
+    rounded: list[tuple[int, ...]] = []
+    compute = fp8._quantise
+    monkeypatch.setattr(fp8, "_quantise", lambda x, *others: rounded.append(tuple(x[0].shape)) or compute(x, *others))
+    outcomes, counts = [], []
+    for how in ("selective", "none", "each"):
+        rounded.clear()
+        if how == "each":
+            monkeypatch.setattr(single, "weights_rounded_once", nullcontext)
+        outcomes.append(
+            outcome(go(path, f"name={how}", *common, f"parallel.recompute={how if how != 'each' else 'none'}"))
+        )
+        counts.append(rounded.count((64, 32)))  # of the up projection's weight, and of nothing else
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert counts[0] == counts[1] == counts[2] // 2 > 0
 
 
 def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in_32_bits(
