@@ -92,3 +92,14 @@ def test_a_weight_is_rounded_once_in_a_step_and_anew_in_the_next(monkeypatch: py
     assert sum(given[0].data_ptr() == weight.data_ptr() for given in rounded) == 2
     assert torch.equal(found[1][0], -2 * found[0][0])
     assert all(torch.equal(one, same[0]) for same in found for one in same)
+
+
+def test_a_kept_weight_is_not_taken_for_another_or_for_its_changed_self() -> None:
+    torch.manual_seed(6)
+    x, weight = torch.randn(16, 32), torch.randn(48, 32)
+    with fp8.weights_rounded_once():
+        (before,) = fp8_matmuls(x, [weight], [None])
+        # Each factor is freed before the next is made, which would get its memory.
+        assert all(torch.equal(fp8_matmuls(x, [weight * 2**n], [None])[0], before * 2**n) for n in range(1, 6))
+        weight *= -2
+        assert torch.equal(fp8_matmuls(x, [weight], [None])[0], before * -2)

@@ -55,7 +55,7 @@ _kept: dict[tuple[object, ...], Any] | None = None
 
 @contextmanager
 def weights_rounded_once() -> Iterator[None]:
-    """Quantise each weight at most once inside, as in all micro-batches of a step. Weights have to stay as and where they are."""
+    """Quantise each weight once for all passes inside, such as the micro-batches of a step. One changed in place is quantised again."""
     global _kept
     _kept = {}
     try:
@@ -70,18 +70,23 @@ def quantise_weights(*weights: Tensor) -> Quantised:
 
 
 def once(find: Callable[[], T], *weights: Tensor, what: str = "values") -> T:
-    """Return what is found of some weights, from an earlier call if there was one inside `weights_rounded_once`."""
+    """Return what `find` computes from some weights. Inside `weights_rounded_once`, the result of an earlier call is used again.
+
+    Args:
+        what: distinguishes the results of different functions of the same weights.
+    """
     # A captured graph reads fixed addresses, and may be replayed when nothing is kept any more.
     if (
-        _kept is None
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        or _kept is None
         or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return find()
-    key = (what, *((weight.data_ptr(), weight.shape) for weight in weights))
+    key = (what, *((weight.data_ptr(), weight._version, weight.shape) for weight in weights))
     if key not in _kept:
-        _kept[key] = find()
-    found: T = _kept[key]
+        # With the weights themselves: the memory of one that is freed could be given to another.
+        _kept[key] = find(), [weight.detach() for weight in weights]
+    found: T = _kept[key][0]
     return found
 
 
