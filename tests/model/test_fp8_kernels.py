@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.model.test_kernels import DEVICE, Given
 from torch import Tensor
 
+from argosy.model.layers import MLP, Attention
 from argosy.model.ops import activation, heads
 from argosy.model.ops.choice import kernels
 from argosy.model.ops.fp8 import fp8_matmuls
@@ -151,3 +154,31 @@ def test_gradients_of_any_magnitude_are_rounded_alike(magnitude: float) -> None:
         (d_x,) = torch.autograd.grad(out, x, (d_out.float() * factor).bfloat16())
         found.append(d_x.double() / factor)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("tokens", [3, 18])
+def test_tokens_that_do_not_fill_a_word_are_multiplied_matmul_by_matmul(tokens: int) -> None:
+    """With frozen weights, no matmul along the tokens refuses their number."""
+    spec: Any = SimpleNamespace(
+        hidden=32, ffn=48, activation="swiglu", gated=True, mlp_bias=False, heads=2, kv_heads=1, head_dim=16,
+        attention_bias=True, qk_norm=False,
+    )  # fmt: skip
+    mlp, attention = (layer(spec).to(DEVICE, torch.bfloat16).requires_grad_(False) for layer in (MLP, Attention))
+    context: Any = SimpleNamespace(rope=None, attend=lambda q, k, v: q + k + v)
+    for parameter in (*mlp.parameters(), *attention.parameters()):
+        parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    given, d_y = torch.randn(2, 1, tokens, 32, device=DEVICE).bfloat16()
+
+    def run(dtype: torch.dtype, on: bool) -> list[Tensor]:
+        for layer in (mlp.gate, mlp.up, mlp.down, attention.qkv, attention.out):
+            layer.to(dtype).fp8 = on
+        found = []
+        for compute in (mlp, lambda x: attention(x, context)):
+            x = given.to(dtype, copy=True).requires_grad_()
+            with kernels(on):
+                y = compute(x)
+                found += [y.detach(), *torch.autograd.grad(y, x, d_y.to(dtype))]
+        return found
+
+    for found, expected in zip(run(torch.bfloat16, True), run(torch.float32, False), strict=True):
+        assert float((found - expected).norm() / expected.norm()) < 0.25

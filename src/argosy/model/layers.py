@@ -20,7 +20,7 @@ from argosy.config.model import ModelSpec
 from argosy.families.architecture import LayerPlan, architecture_of
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.choice import use_kernel
-from argosy.model.ops.fp8 import fp8_matmuls
+from argosy.model.ops.fp8 import fp8_matmuls, is_whole
 from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.low_rank import nonzero, squared_norms
@@ -199,7 +199,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output [batch, seq, hidden], without the down projection's bias."""
         inner = (self.up,) if self.gate is None else (self.gate, self.up)
-        if use_kernel(x) and all(layer.fuses for layer in (*inner, self.down)):
+        if use_kernel(x) and all(layer.fuses for layer in (*inner, self.down)) and is_whole(x):
             biases = [layer.bias for layer in inner]
             return fp8_mlp(x, self.activation, [layer.weight for layer in inner], biases, self.down.weight)
         if self.gate is None:

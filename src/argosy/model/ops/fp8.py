@@ -50,6 +50,11 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     return _quantise([x.flatten(0, -2)], dtype, noted(x))
 
 
+def is_whole(x: Tensor) -> bool:
+    """True if the rows of x [.., cols] are a multiple of 4, as fused operations need them. Their kernels write four rows at a time."""
+    return x.numel() // x.shape[-1] % 4 == 0
+
+
 _kept: dict[tuple[object, ...], Any] | None = None
 
 

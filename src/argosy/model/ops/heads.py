@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.fp8 import is_whole
 from argosy.model.ops.fp8_heads import fp8_heads
 
 # cos and sin, 32-bit.
@@ -39,7 +40,7 @@ def project_heads(
     """
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
-        if qkv.fuses:
+        if qkv.fuses and is_whole(x):
             return fp8_heads(x, qkv.weight, bias, rope, group=group, head_dim=head_dim)
         from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
