@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from e2e_cluster import TEST_LONGEST_S, Bits, E2eCluster, finish
 from e2e_faults import kubeconfig_without_rights, without_field
-from e2e_spec import MOUNT, TARGETS
+from e2e_spec import MOUNT, STEPS, TARGETS
 
 from argosy.launch.conduct import EXIT_STAGE_FAILED
 
@@ -134,6 +134,17 @@ def test_a_full_volume_stops_the_chain_and_the_run_goes_on_when_there_is_space(
     cluster.write_text("small")
     cluster.launch("full", "indexed-job", storage=where)
     assert cluster.bits("full", "small") == undisturbed
+
+
+def test_a_run_is_read_from_outside_without_its_volume(cluster: E2eCluster, undisturbed: Bits) -> None:
+    """It has ended: a node with two cores may have none free for a reader beside a run."""
+    spec = cluster.write_spec("undisturbed", "indexed-job")
+    assert f"step {STEPS}/{STEPS} | loss" in cluster.say("watch", spec, "--once")
+    assert f"step {STEPS}/{STEPS} | loss" in cluster.say("watch", "undisturbed", "-n", cluster.namespace, "--once")
+    assert f"{STEPS:,}" in cluster.say("ckpt", "ls", spec)
+    cluster.say("report", spec)
+    assert "undisturbed" in (cluster.directory / "undisturbed-report.html").read_text()
+    cluster.wait(lambda: not cluster.pods("undisturbed", "read"), "the end of the readers")
 
 
 def test_two_runs_side_by_side_do_not_touch_each_other(cluster: E2eCluster, undisturbed: Bits) -> None:
