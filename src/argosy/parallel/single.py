@@ -154,8 +154,9 @@ class MicroBatches:
                 accumulate_in(parameter, torch.float32 if wide else parameter.dtype)
 
     def rounding(self, batch: Batch) -> AbstractContextManager[None]:
-        """Return the context of the passes over a batch. Weights that 8-bit matmuls read are rounded once for all of them, but by FSDP,
-        which gathers weights anew for each."""
+        """Return a context for the passes over a batch, in which the weights of 8-bit matmuls are rounded once for all of them.
+
+        FSDP gathers the weights again for each pass, so there each pass rounds them."""
         several = len(self.firsts(batch)) > 1 and not self._reduces_itself
         return weights_rounded_once() if several else nullcontext()
 

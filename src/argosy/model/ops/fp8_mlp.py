@@ -4,13 +4,16 @@ Matmul by matmul, the activation and its gradient would be written in 16 bits, r
 a layer: for a gated MLP that is a third of what its kernels read and write. The gate and up projections are one matmul here, and so is
 the gradient of their input.
 
-The activation's scale is exact: a first pass finds its largest magnitude. The scale of its gradient is a bound, which needs no pass.
-With d = d_y w_down and the largest magnitudes of gate and up, g and u,
+A first pass over the inner matmul's output finds a bound of the activation, from which its scale follows (`_measure` says how close it
+is). The scale of the gradient needs no pass. With d = d_y w_down, the largest magnitudes of gate and up, g and u, and norms ||.||,
 
-    |d| <= |d_y| |w| <= sqrt(out) max|d_y| max|w|            the norms of a row of d_y and of a column of w_down
-    |d_up| <= |d| g,  |d_gate| <= 1.13 |d| u                 since |silu(x)| <= |x|, and no activation is steeper than 1.13
+    |d| <= max||row of d_y|| max||column of w_down|| <= sqrt(out) max|d_y| max||column of w_down||
+    |d_up| <= |d| g,  |d_gate| <= 1.13 |d| u       |silu(x)| and |gelu(x)| are at most |x|, and no activation is steeper than 1.13
+    |d_input| <= 1.13 |d|                          if it is not gated
 
-It is usually some 2^9 too large, which costs the gradients nothing: e5m2 has normal values over 2^30.
+This is usually some 2^9 too large. e5m2 has normal values over 2^30, so a gradient keeps its precision down to 2^-21 of the largest. If
+one gate or up value is 10^4 times as large as the others, the bound is some 2^18 too large, and 2^-12 is left: tokens with smaller
+gradients lose theirs.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class _Fp8MLP(torch.autograd.Function):
             d_x = scaled_mm(y8.values, w8t.t(), y8.scale, w_scale, dtype).view(shape)
         d_inner = [
             now_or_later(weight, partial(scaled_product, (part, x8t.t(), y8.scale, x_scale), dtype)) if want else None
-            for weight, part, want in zip(ctx.inner, y8.transposed.chunk(count), wanted, strict=False)
+            for weight, part, want in zip(ctx.inner, y8.transposed.chunk(count), wanted[:count], strict=True)
         ]
         d_biases: Sequence[Tensor | None] = [None] * count
         if sums is not None:

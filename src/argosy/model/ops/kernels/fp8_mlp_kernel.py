@@ -39,10 +39,12 @@ def _raised(most, value):
 
 @triton.jit
 def _measure(y, found, rows, width, tiles, KIND: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Find the largest magnitudes of the activation and, if GATED, of gate and up, [3, programs].
+    """Find a bound of the activation's magnitudes and, if GATED, the largest magnitudes of gate and up, [3, programs].
 
-    Without the activation itself, which would take longer than reading: it rises but for a dip below zero, so it is largest where its
-    input is; and gated it is at most max(x, dip) |up|, which is next to it where it is large.
+    The activation itself would take longer to compute than its input to read. It rises, except for a dip below zero, so it is largest
+    where its input is. A gated one is at most max(gate, dip) |up|, which is close where the gate is well above zero. If all
+    inputs or gates are below the dip, the scale is as if one reached it: e4m3 keeps the precision of values (for each unit of up) down to
+    1e-5, and rounds those below 6e-7 to zero.
     """
     across = tl.cdiv(width, C)
     most = tl.zeros((R, C), tl.float32)
@@ -192,7 +194,7 @@ def _bound(d_scale, norms, used, largest, measured, scale, factor, GATED: tl.con
 
 
 def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised, Tensor]:
-    """Return the activation of y, rounded, and the largest magnitudes of parts of it, of the gate and of up, [3, parts]."""
+    """Return the activation of y, rounded, and what `_measure` found, [3, parts]. Without a gate only the first row is defined."""
     rows, width = y.shape[0], y.shape[1] // (1 + gated)
     tiles = triton.cdiv(rows, _MEASURED_ROWS) * triton.cdiv(width, _MEASURED_COLS)
     used = min(_PARTS, tiles)
@@ -218,7 +220,7 @@ def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised,
 
 
 def column_norms(weight: Tensor) -> Tensor:
-    """Return the largest norms of some columns of a weight each, at most SLOTS."""
+    """Return the largest norm in each of at most SLOTS groups of a weight's columns."""
     rows, cols = weight.shape
     each = max(64, triton.next_power_of_2(triton.cdiv(cols, _PARTS)))
     found = torch.empty(triton.cdiv(cols, each), dtype=torch.float32, device=weight.device)
@@ -231,7 +233,7 @@ def gradient_scale(d8: Quantised, norms: Tensor, largest: Tensor, *, gated: bool
 
     Args:
         d8: the gradient of the MLP's output.
-        norms: of the down projection's columns.
+        norms: `column_norms` of the down projection.
         largest: what `rounded_activation` measured.
     """
     scale = torch.empty((), dtype=torch.float32, device=norms.device)

@@ -129,7 +129,7 @@ def _join_rounded(
     place = tl.program_id(1)
     factor = scale_of(parts, used, LARGEST, PARTS)
     if ROPE:
-        # As far as a turn can raise the larger one of a pair.
+        # A rotation raises the larger of a pair by at most sqrt(2).
         factor *= 1.42
     if (tl.program_id(0) == 0) & (place == 0):
         tl.store(scale, factor)
