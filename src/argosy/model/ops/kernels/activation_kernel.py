@@ -24,7 +24,7 @@ def _gelu_tanh_parts(x):
 
 
 @triton.jit
-def _value(x, KIND: tl.constexpr):
+def activation_value(x, KIND: tl.constexpr):
     if KIND == "relu":
         # This form keeps a NaN.
         return tl.where(x < 0, 0.0, x)
@@ -33,12 +33,12 @@ def _value(x, KIND: tl.constexpr):
     elif KIND == "silu":
         return x * tl.sigmoid(x)
     else:
-        s, _slope = _gelu_tanh_parts(x)
+        s, _ = _gelu_tanh_parts(x)
         return x * s
 
 
 @triton.jit
-def _slope(x, KIND: tl.constexpr):
+def activation_slope(x, KIND: tl.constexpr):
     if KIND == "relu":
         return tl.where(x > 0, 1.0, 0.0)
     elif KIND == "gelu":
@@ -62,7 +62,7 @@ def _forward(y, bias, out, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constex
     x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + at, _value(x, KIND).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, activation_value(x, KIND).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _backward(
         x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += b
-        gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * _slope(x, KIND)
+        gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * activation_slope(x, KIND)
         if HAS_BIAS:
             total += gradient
         tl.store(d_y + at, gradient.to(d_y.dtype.element_ty), mask=inside)
@@ -125,7 +125,7 @@ def _gated_forward(gate, up, out, count, KIND: tl.constexpr, B: tl.constexpr):
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (_value(g, KIND) * u).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (activation_value(g, KIND) * u).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -135,8 +135,8 @@ def _gated_backward(d_out, gate, up, d_gate, d_up, count, KIND: tl.constexpr, B:
     d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(d_gate + at, (d * u * _slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
-    tl.store(d_up + at, (d * _value(g, KIND)).to(d_up.dtype.element_ty), mask=inside)
+    tl.store(d_gate + at, (d * u * activation_slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + at, (d * activation_value(g, KIND)).to(d_up.dtype.element_ty), mask=inside)
 
 
 class Gated(torch.autograd.Function):
@@ -166,7 +166,7 @@ def _weighted_forward(gate, up, weight, out, width, KIND: tl.constexpr, C: tl.co
     inside = col < width
     g = tl.load(gate + row * width + col, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * width + col, mask=inside, other=0.0).to(tl.float32)
-    y = _value(g, KIND) * u * tl.load(weight + row).to(tl.float32)
+    y = activation_value(g, KIND) * u * tl.load(weight + row).to(tl.float32)
     tl.store(out + row * width + col, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -182,9 +182,9 @@ def _weighted_backward(d_out, gate, up, weight, d_gate, d_up, d_weight, width, K
         d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-        value = _value(g, KIND)
+        value = activation_value(g, KIND)
         total += d * value * u
-        tl.store(d_gate + at, (d * w * u * _slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
+        tl.store(d_gate + at, (d * w * u * activation_slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
         tl.store(d_up + at, (d * w * value).to(d_up.dtype.element_ty), mask=inside)
     tl.store(d_weight + row, tl.sum(total, 0).to(d_weight.dtype.element_ty))
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from argosy.model.ops.fp8 import FORWARD, GRADIENT, Quantised
-from argosy.model.ops.kernels.activation_kernel import _slope, _value
+from argosy.model.ops.kernels.activation_kernel import activation_slope, activation_value
 from argosy.model.ops.kernels.fp8_kernel import room_for, scale_of, store_scaled, store_transposed
 from argosy.model.ops.largest import SLOTS
 
@@ -70,7 +70,7 @@ def _measure(y, found, rows, width, tiles, KIND: tl.constexpr, GATED: tl.constex
         tl.store(found + tl.num_programs(0), tl.max(most_gate))
         tl.store(found + 2 * tl.num_programs(0), tl.max(most_up))
     else:
-        tl.store(found, tl.maximum(_value(tl.max(most), KIND), _DIP))
+        tl.store(found, tl.maximum(activation_value(tl.max(most), KIND), _DIP))
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _load(y, at, inside, width, GATED: tl.constexpr):
 
 @triton.jit
 def _activation(x, u, KIND: tl.constexpr, GATED: tl.constexpr):
-    value = _value(x.to(tl.float32), KIND)
+    value = activation_value(x.to(tl.float32), KIND)
     return value * u.to(tl.float32) if GATED else value
 
 
@@ -121,10 +121,10 @@ def _gradients(d, x, u, inverse, target, inside, width, KIND: tl.constexpr, GATE
     d = d.to(tl.float32)
     x = x.to(tl.float32)
     if GATED:
-        by_up = store_scaled(d * _value(x, KIND), inverse, target + width, inside, LARGEST)
-        return store_scaled(d * u.to(tl.float32) * _slope(x, KIND), inverse, target, inside, LARGEST), by_up
+        by_up = store_scaled(d * activation_value(x, KIND), inverse, target + width, inside, LARGEST)
+        return store_scaled(d * u.to(tl.float32) * activation_slope(x, KIND), inverse, target, inside, LARGEST), by_up
     else:
-        by_gate = store_scaled(d * _slope(x, KIND), inverse, target, inside, LARGEST)
+        by_gate = store_scaled(d * activation_slope(x, KIND), inverse, target, inside, LARGEST)
         return by_gate, by_gate
 
 
