@@ -182,3 +182,18 @@ def test_tokens_that_do_not_fill_a_word_are_multiplied_matmul_by_matmul(tokens: 
 
     for found, expected in zip(run(torch.bfloat16, True), run(torch.float32, False), strict=True):
         assert float((found - expected).norm() / expected.norm()) < 0.25
+
+
+@pytest.mark.parametrize("kind", ["gelu", "relu", "swiglu", "geglu"])
+def test_tiny_inner_values_are_not_rounded_away(kind: str) -> None:
+    """Their scale is theirs, and not that of the dip below zero of an activation."""
+    x = torch.randn(16, 32, device=DEVICE).bfloat16()
+    inner = [(torch.randn(48, 32, device=DEVICE) * 1e-7).bfloat16() for _ in range(1 + (kind in activation.INNER))]
+    down = torch.randn(32, 48, device=DEVICE).bfloat16()
+    with kernels(True):
+        found = fp8_mlp(x, kind, inner, [None] * len(inner), down).double()
+    ys = [x.double() @ weight.double().t() for weight in inner]
+    with kernels(False):
+        a = activation.gated(kind, *ys) if len(ys) == 2 else activation.activate(kind, *ys, None)
+    right = a @ down.double().t()
+    assert float((found - right).norm() / right.norm()) < (0.1 if DEVICE == "cuda" else 0.3)

@@ -133,12 +133,13 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
     others = {key.rpartition(".")[2]: length for key, length in task_of(spec).other_lengths(spec).items()}
     for name, known in {"seq_len": spec.data.seq_len, **others}.items():
         # A length that is not known here, as that of T5's targets: micro_batch itself has to be aligned.
-        length = known or 1
+        length = 1 if known is None else known // spec.parallel.cp
         tokens = spec.parallel.micro_batch * length
         if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
             continue
         needed = FP8_ALIGNMENT // math.gcd(length, FP8_ALIGNMENT)
-        product = f"micro_batch {spec.parallel.micro_batch} x {name} {length} = {tokens}"
+        over = f" / cp {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
+        product = f"micro_batch {spec.parallel.micro_batch} x {name} {known}{over} = {tokens}"
         if known is None:
             product = f"T5's targets can have any length, so micro_batch {spec.parallel.micro_batch} has to be a multiple itself"
         raise ArgosyError(

@@ -256,7 +256,8 @@ def _transient(
     buffers = 4.0 * tokens * sizes.hidden / (layout.tp if layout.sp else 1)
     if layout.zero < 3:
         if stack.rounds_once and work.precision in ("fp8", "fp4") and work.micro_batches(layout) > 1:
-            buffers += layers * (sizes.attention + sizes.mlp) / layout.tp
+            # A byte each, plain and transposed.
+            buffers += 2 * layers * (sizes.attention + sizes.mlp) / layout.tp
         copied = (stack.reduced + 2) * min(stack.bucket, parameters) if layout.zero else 0.0
         return buffers, copied + 4.0 * tokens * sizes.hidden / layout.tp * (layout.pp > 1)
     if layout.pp > 1:

@@ -1,8 +1,8 @@
 """An MLP with matmuls in 8-bit floats, whose activation is rounded by the kernels that compute it, in both passes.
 
 Matmul by matmul, the activation and its gradient would be written in 16 bits, read again and rounded. They are the largest tensors of
-a layer: for a gated MLP that is a third of what its kernels read and write. The gate and up projections are one matmul here, and so is
-the gradient of their input.
+a layer: for a gated MLP that is a third of what its kernels read and write. The gate and up projections are one matmul here, whose
+weights share a scale, and so is the gradient of their input.
 
 A first pass over the inner matmul's output finds a bound of the activation, from which its scale follows (`_measure` says how close it
 is). The scale of the gradient needs no pass. With d = d_y w_down, the largest magnitudes of gate and up, g and u, and norms ||.||,

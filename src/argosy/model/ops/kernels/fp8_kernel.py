@@ -13,8 +13,6 @@ from torch import Tensor
 from argosy.model.ops.fp8 import Quantised
 from argosy.model.ops.largest import SLOTS
 
-# The most programs of the first pass. Each leaves one maximum for the second.
-_PARTS = SLOTS
 _TILE = 8192
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # The size of a tile, in quads of rows and in columns.
@@ -125,7 +123,7 @@ def largest_of(*tensors: Tensor) -> Tensor:
     """Return the largest magnitudes of parts of some tensors, at most SLOTS. Their elements may be in any order in memory."""
     found = []
     for x in tensors:
-        each = triton.cdiv(triton.cdiv(x.numel(), _PARTS // len(tensors)), _TILE) * _TILE
+        each = triton.cdiv(triton.cdiv(x.numel(), SLOTS // len(tensors)), _TILE) * _TILE
         found.append((x, each, triton.cdiv(x.numel(), each)))
     parts = torch.empty(sum(used for _, _, used in found), dtype=torch.float32, device=tensors[0].device)
     first = 0
@@ -152,7 +150,7 @@ def quantise(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Tensor | None
         rows = len(x)
         _round[(triton.cdiv(cols, _COLS), triton.cdiv(rows, 4 * _QUADS))](
             x, parts, len(parts), room.values[first:], room.transposed[:, first:], room.scale, rows, rows // 4, cols, height // 4,
-            torch.finfo(dtype).max, _PARTS, _QUADS, _COLS, num_warps=4,
+            torch.finfo(dtype).max, SLOTS, _QUADS, _COLS, num_warps=4,
         )  # fmt: skip
         first += rows
     return room

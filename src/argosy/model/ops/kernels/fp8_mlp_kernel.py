@@ -16,8 +16,6 @@ from argosy.model.ops.kernels.activation_kernel import activation_slope, activat
 from argosy.model.ops.kernels.fp8_kernel import room_for, scale_of, store_scaled, store_transposed
 from argosy.model.ops.largest import SLOTS
 
-# The most programs of the first pass, each of which leaves its maxima.
-_PARTS = SLOTS
 # The size of a tile of the first pass, and of the others in quads of rows and in columns.
 _MEASURED_ROWS, _MEASURED_COLS = 8, 256
 _QUADS, _COLS = 16, 64
@@ -41,10 +39,8 @@ def _raised(most, value):
 def _measure(y, found, rows, width, tiles, KIND: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Find a bound of the activation's magnitudes and, if GATED, the largest magnitudes of gate and up, [3, programs].
 
-    The activation itself would take longer to compute than its input to read. It rises, except for a dip below zero, so it is largest
-    where its input is. A gated one is at most max(gate, dip) |up|, which is close where the gate is well above zero. If all
-    inputs or gates are below the dip, the scale is as if one reached it: e4m3 keeps the precision of values (for each unit of up) down to
-    1e-5, and rounds those below 6e-7 to zero.
+    The activation itself would take longer to compute than its input to read. It is at most its input, and below zero at most its
+    dip. One that is not gated is largest where that is, and a gated one is next to it where the gate is well above zero.
     """
     across = tl.cdiv(width, C)
     most = tl.zeros((R, C), tl.float32)
@@ -57,20 +53,22 @@ def _measure(y, found, rows, width, tiles, KIND: tl.constexpr, GATED: tl.constex
         inside = (row < rows)[:, None] & (col < width)[None, :]
         at = row[:, None] * stride + col[None, :]
         x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        below = tl.minimum(-x, _DIP, propagate_nan=tl.PropagateNan.ALL)
+        size = tl.maximum(x, below, propagate_nan=tl.PropagateNan.ALL)
         if GATED:
             u = tl.load(y + width + at, mask=inside, other=0.0).to(tl.float32)
-            most = _raised(most, tl.maximum(x, _DIP) * tl.abs(u))
+            most = _raised(most, size * tl.abs(u))
             most_gate = _raised(most_gate, tl.abs(x))
             most_up = _raised(most_up, tl.abs(u))
         else:
-            most = _raised(most, x)
+            most = _raised(most, size)
     found += tl.program_id(0)
     if GATED:
         tl.store(found, tl.max(most))
         tl.store(found + tl.num_programs(0), tl.max(most_gate))
         tl.store(found + 2 * tl.num_programs(0), tl.max(most_up))
     else:
-        tl.store(found, tl.maximum(activation_value(tl.max(most), KIND), _DIP))
+        tl.store(found, activation_value(tl.max(most), KIND))
 
 
 @triton.jit
@@ -197,7 +195,7 @@ def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised,
     """Return the activation of y, rounded, and what `_measure` found, [3, parts]. Without a gate only the first row is defined."""
     rows, width = y.shape[0], y.shape[1] // (1 + gated)
     tiles = triton.cdiv(rows, _MEASURED_ROWS) * triton.cdiv(width, _MEASURED_COLS)
-    used = min(_PARTS, tiles)
+    used = min(SLOTS, tiles)
     found = torch.empty((3, used), dtype=torch.float32, device=y.device)
     _measure[(used,)](y, found, rows, width, tiles, kind, gated, _MEASURED_ROWS, _MEASURED_COLS, num_warps=4)
     room = room_for(rows, width, FORWARD, y.device)
@@ -211,7 +209,7 @@ def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised,
         kind,
         gated,
         torch.finfo(FORWARD).max,
-        _PARTS,
+        SLOTS,
         _QUADS,
         _COLS,
         num_warps=4,
@@ -222,7 +220,7 @@ def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised,
 def column_norms(weight: Tensor) -> Tensor:
     """Return the largest norm in each of at most SLOTS groups of a weight's columns."""
     rows, cols = weight.shape
-    each = max(64, triton.next_power_of_2(triton.cdiv(cols, _PARTS)))
+    each = max(64, triton.next_power_of_2(triton.cdiv(cols, SLOTS)))
     found = torch.empty(triton.cdiv(cols, each), dtype=torch.float32, device=weight.device)
     _column_norms[(len(found),)](weight.contiguous(), found, rows, cols, 32, each, num_warps=4)
     return found
@@ -238,7 +236,7 @@ def gradient_scale(d8: Quantised, norms: Tensor, largest: Tensor, *, gated: bool
     """
     scale = torch.empty((), dtype=torch.float32, device=norms.device)
     factor = _MARGIN * _STEEPEST * d8.values.shape[1] ** 0.5
-    _bound[(1,)](d8.scale, norms, len(norms), largest, largest.shape[1], scale, factor, gated, _PARTS, num_warps=4)
+    _bound[(1,)](d8.scale, norms, len(norms), largest, largest.shape[1], scale, factor, gated, SLOTS, num_warps=4)
     return scale
 
 
