@@ -120,6 +120,7 @@ class MicroBatches:
         """
         self.size, self._model, self._dropout, self._device = size, model, dropout, device
         self._fp32_gradients, self._reduces_itself, self._shard = fp32_gradients, reduces_itself, shard
+        self._rounds = any(getattr(module, "fp8", False) for module in model.modules())
 
     def place(self, batch: Batch) -> Batch:
         """Copy a batch into pinned memory if the device is a GPU."""
@@ -157,8 +158,8 @@ class MicroBatches:
         """Return a context for the passes over a batch, in which the weights of 8-bit matmuls are rounded once for all of them.
 
         FSDP gathers the weights again for each pass, so there each pass rounds them."""
-        several = len(self.firsts(batch)) > 1 and not self._reduces_itself
-        return weights_rounded_once() if several else nullcontext()
+        once = self._rounds and not self._reduces_itself and len(self.firsts(batch)) > 1
+        return weights_rounded_once() if once else nullcontext()
 
     def seed_dropout(self, step: int, micro: int) -> None:
         """Seed dropout for the forward pass of micro-batch `micro` of the global batch."""
