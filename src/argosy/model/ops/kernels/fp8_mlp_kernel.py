@@ -200,20 +200,8 @@ def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised,
     _measure[(used,)](y, found, rows, width, tiles, kind, gated, _MEASURED_ROWS, _MEASURED_COLS, num_warps=4)
     room = room_for(rows, width, FORWARD, y.device)
     _activate[(triton.cdiv(width, _COLS), triton.cdiv(rows, 4 * _QUADS))](
-        y,
-        found,
-        used,
-        *room,
-        rows // 4,
-        width,
-        kind,
-        gated,
-        torch.finfo(FORWARD).max,
-        SLOTS,
-        _QUADS,
-        _COLS,
-        num_warps=4,
-    )
+        y, found, used, *room, rows // 4, width, kind, gated, torch.finfo(FORWARD).max, SLOTS, _QUADS, _COLS, num_warps=4
+    )  # fmt: skip
     return room, found
 
 
