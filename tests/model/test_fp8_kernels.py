@@ -15,7 +15,6 @@ from argosy.model.layers import MLP, Attention
 from argosy.model.ops import activation, heads
 from argosy.model.ops.choice import kernels
 from argosy.model.ops.fp8 import fp8_matmuls
-from argosy.model.ops.fp8_heads import fp8_heads
 from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.kernels import fp8_mlp_kernel, heads_kernel
 from argosy.model.positions import rope_tables
@@ -107,7 +106,8 @@ def test_heads_are_as_exact_as_a_matmul_and_a_split(rope: bool, kv_heads: int, g
 
     def fused(given: Sequence[Tensor]) -> Sequence[Tensor]:
         x, weight, *bias = given
-        return fp8_heads(x, weight, bias[0] if bias else None, tables, group=group, head_dim=head_dim)
+        rounds = Given(weight, bias[0] if bias else None, fuses=True)
+        return heads.project_heads(rounds, x, tables, group=group, head_dim=head_dim)
 
     def apart(given: Sequence[Tensor]) -> Sequence[Tensor]:
         x, weight, *bias = given

@@ -189,10 +189,11 @@ def test_fp8_is_refused_where_no_layer_can_have_it_and_the_run_says_how_many_hav
 def test_fp8_refuses_a_number_of_tokens_the_hardware_cannot_multiply(write_spec: Write) -> None:
     data = {"train": "x", "seq_len": 28}
     shared = ["parallel.cp=2", "parallel.micro_batch=2"]
-    with pytest.raises(ArgosyError, match="micro_batch 2 x seq_len 8 / cp 2 = 8"):
+    with pytest.raises(ArgosyError, match="micro_batch 2 x seq_len 8 / cp 2 = 8") as refused:
         resolve(
             write_spec(data=data | {"seq_len": 8}, train={"global_batch": 8, "steps": 9, "precision": "fp8"}), shared
         )
+    assert refused.value.fix == "parallel.micro_batch=4 or a multiple of it, or a data.seq_len that is a multiple of 32"
     with pytest.raises(ArgosyError, match="micro_batch 1 x seq_len 28 = 28"):
         resolve(
             write_spec(data=data, train={"global_batch": 8, "steps": 9, "precision": "fp8"}), ["parallel.micro_batch=1"]

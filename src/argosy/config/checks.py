@@ -133,7 +133,7 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
     others = {key.rpartition(".")[2]: length for key, length in task_of(spec).other_lengths(spec).items()}
     for name, known in {"seq_len": spec.data.seq_len, **others}.items():
         # A length that is not known here, as that of T5's targets: micro_batch itself has to be aligned.
-        length = 1 if known is None else known // spec.parallel.cp
+        length = known // spec.parallel.cp if known else 1
         tokens = spec.parallel.micro_batch * length
         if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
             continue
@@ -149,7 +149,7 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
             value="fp8",
             origin=origins.get("train.precision"),
             fix=f"parallel.micro_batch={needed} or a multiple of it"
-            + (f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT}" if name == "seq_len" else ""),
+            + (f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT * spec.parallel.cp}" if name == "seq_len" else ""),
         )
 
 

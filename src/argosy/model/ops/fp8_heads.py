@@ -13,21 +13,9 @@ from argosy.model.ops.fp8 import FORWARD, quantise, quantise_weights, scaled_pro
 from argosy.model.ops.matmul import now_or_later
 
 
-def fp8_heads(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rope: tuple[Tensor, Tensor] | None,
-    *,
-    group: int,
-    head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value as `argosy.model.ops.heads.project_heads` does, by kernels only."""
-    q, k, v = _Fp8Heads.apply(x, weight, bias, rope, group, head_dim)
-    return q, k, v
+class Fp8Heads(torch.autograd.Function):
+    """Returns query, key and value as `argosy.model.ops.heads.project_heads` does, by kernels only."""
 
-
-class _Fp8Heads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

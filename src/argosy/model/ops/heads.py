@@ -12,7 +12,7 @@ from torch import Tensor
 
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import is_whole
-from argosy.model.ops.fp8_heads import fp8_heads
+from argosy.model.ops.fp8_heads import Fp8Heads
 
 # cos and sin, 32-bit.
 Rope = tuple[Tensor, Tensor]  # [1 or batch, seq, head_dim / 2] each
@@ -41,7 +41,8 @@ def project_heads(
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
         if qkv.fuses and is_whole(x):
-            return fp8_heads(x, qkv.weight, bias, rope, group=group, head_dim=head_dim)
+            q, k, v = Fp8Heads.apply(x, qkv.weight, bias, rope, group, head_dim)
+            return q, k, v
         from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
         # The matmul adds the bias at no cost. `SplitHeads` sums the bias gradient in its backward pass.
