@@ -114,6 +114,14 @@ def test_viewers_have_the_resources_that_the_values_say(tmp_path: Path) -> None:
     assert container["resources"]["requests"] == {"cpu": "100m", "memory": "512Mi"}
 
 
+def test_pods_of_the_chart_follow_the_pull_policy_of_the_run(tmp_path: Path) -> None:
+    for settings, expected in (({}, "IfNotPresent"), ({"cluster__pull_policy": "Never"}, "Never")):
+        documents = rendered(changed(tensorboard={"enabled": True}, run=settings), tmp_path)
+        found = [pod["containers"][0]["imagePullPolicy"] for document in documents for pod in pods_of(document)]
+        assert found
+        assert set(found) == {expected}
+
+
 def made_by(documents: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, Any]]:
     """What the conductor of a release would make."""
     spec = tmp_path / "run.yaml"

@@ -43,7 +43,7 @@ imagePullSecrets:
 {{- end -}}
 {{- define "argosy.container" -}}
 image: {{ .Values.run.cluster.image | quote }}
-imagePullPolicy: IfNotPresent
+imagePullPolicy: {{ .Values.run.cluster.pull_policy | default "auto" | replace "auto" "IfNotPresent" }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
