@@ -149,7 +149,11 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
             value="fp8",
             origin=origins.get("train.precision"),
             fix=f"parallel.micro_batch={needed} or a multiple of it"
-            + (f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT * spec.parallel.cp}" if name == "seq_len" else ""),
+            + (
+                f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT * spec.parallel.cp}"
+                if name == "seq_len"
+                else ""
+            ),
         )
 
 
