@@ -132,6 +132,25 @@ def test_results_and_gradients_repeat_where_bits_must(
 
 @pytest.mark.usefixtures("kernels_or_twin")
 @pytest.mark.parametrize("mask", ["plain", "documents"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, mask: str) -> None:
+    torch.manual_seed(3)
+    batch, seq, heads = 2, 256, 3
+    parts = torch.randn(batch, seq, heads, 3, width, device=DEVICE, dtype=DTYPE).unbind(3)
+    d_out = torch.randn(batch, seq, heads, width, device=DEVICE, dtype=DTYPE)
+    form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)))
+    found = []
+    for q, k, v in (parts, [part.contiguous() for part in parts]):
+        out, lse = hopper.forward(q, k, v, form)
+        found.append(hopper.backward(d_out, q, k, v, out, lse, form))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    if HOPPER:
+        assert [d.stride() for d in found[0]] == [part.stride() for part in parts]
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("mask", ["plain", "documents"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "processors", "copies"),
     [(8, 1, 8, 8), (8, 1, 4, 4), (8, 2, 5, 2), (8, 2, 2, 1), (6, 2, 3, 3), (4, 4, 99, 1)],
@@ -328,8 +347,9 @@ for width, place in ((64, by_fragments), (128, by_rows)):
     halves = torch.randint(-(2**30), 2**30, (batch, heads, seq // 64, width // 64, 64, 64), dtype=torch.int32)
     sums = torch.empty(batch, heads, seq // 64, width // 64, 4096, dtype=torch.int32)
     sums[..., place] = halves
-    d_q = torch.empty(batch, seq, heads, width)
-    after[grid](sums, norms, largest, d_q, seq, heads, 0.5, group, width, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
+    d_q = torch.empty(batch, seq, heads, width + 32)[..., :width]
+    places = d_q.stride()[1:3]
+    after[grid](sums, norms, largest, d_q, seq, heads, *places, 0.5, group, width, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
     wanted = halves.transpose(3, 4).flatten(4, 5).flatten(2, 3) * units[..., None] * 0.5
     torch.testing.assert_close(d_q, wanted.transpose(1, 2))
 # What is not a number stays none: in dO for its query, in K or V for all queries of the head.
@@ -338,7 +358,7 @@ largest = torch.zeros_like(largest, dtype=torch.int32)
 before[grid](out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, 64, 64, _LEAST.value)
 d_q = torch.empty(batch, seq, heads, 64)
 sums = torch.zeros(batch * heads * seq * 64, dtype=torch.int32)
-after[grid](sums, norms, largest.view(torch.float32), d_q, seq, heads, 0.5, group, 64, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
+after[grid](sums, norms, largest.view(torch.float32), d_q, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
 lost = d_q.isnan().all(-1)
 assert lost[0, :, 2:].all() and lost[1, :, :2].all() and lost[1, 2, 3] and int(lost.sum()) == 2 * 2 * seq + 1
 print("equal")

@@ -23,7 +23,7 @@ from argosy.model.layers import embed  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
 from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, largest, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
-from argosy.model.ops.kernels import heads_kernel, norm_kernel  # noqa: E402
+from argosy.model.ops.kernels import heads_kernel, hopper_sums, norm_kernel  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
 # Interpreted, a kernel treats both 16-bit types alike.
@@ -148,6 +148,40 @@ def test_heads(dtype: torch.dtype, rope: str, kv_heads: int, group: int, biased:
         },
         dtype,
     )
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("summed", [False, True])
+def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, summed: bool) -> None:
+    qkv = torch.randn(2, 48, 2 * (group + 2) * 16, device=DEVICE, dtype=torch.bfloat16)
+    room = hopper_sums.room_beside(*(t.transpose(1, 2) for t in heads_kernel.split(qkv, None, group, 16)))
+    gradients = [t.copy_(torch.randn(t.shape)).transpose(1, 2) for t in room]
+    copies = [t.clone(memory_format=torch.contiguous_format) for t in gradients]
+    whole, sums = heads_kernel.join(gradients, None, group, summed=summed)
+    other, other_sums = heads_kernel.join(copies, None, group, summed=summed)
+    assert (whole.data_ptr() == room[0].data_ptr()) is (group == 1)
+    assert torch.equal(whole, other)
+    assert (sums is None) is (other_sums is None) is not summed
+    if sums is not None and other_sums is not None:
+        torch.testing.assert_close(sums, other_sums)
+    rounded, _ = heads_kernel.join_rounded(gradients, None, group, summed=False)
+    for ours, theirs in zip(rounded, heads_kernel.join_rounded(copies, None, group, summed=False)[0], strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+
+
+def test_gradients_of_other_layouts_are_not_taken_for_a_joined_one() -> None:
+    whole = torch.randn(2, 5, 2, 3, 16, device=DEVICE)
+    q, k, v = (t.transpose(1, 2) for t in whole.unbind(3))
+    assert heads_kernel._whole([q, k, v]) is not None
+    for others in (
+        [k, q, v],
+        [q, v, k],
+        [q, k, v.clone()],
+        [q, k, k],
+        [q[:, :1], k[:, :1], v[:, :1]],
+        [q[:1], k[:1], v[:1].flip(2)],
+    ):
+        assert heads_kernel._whole(others) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

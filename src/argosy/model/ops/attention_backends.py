@@ -79,7 +79,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernels, *form = ctx.how
         *tensors, first, last = ctx.saved_tensors
-        return None, None, *_backward(kernels, gradients[0], *tensors, *form, first, last), None, None
+        # The operator's results are contiguous. Kernels may have better places for them.
+        compute: Any = _backward if torch.compiler.is_compiling() else _gradients
+        return None, None, *compute(kernels, gradients[0], *tensors, *form, first, last), None, None
 
 
 def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -125,9 +127,26 @@ def _backward(
     first: Tensor | None,
     last: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    form = Form(causal, window, scale, _bounds(first, last))
-    d_q, d_k, d_v = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
+    tensors = d_out, q, k, v, out, lse
+    d_q, d_k, d_v = _gradients(kernels, *tensors, causal, window, scale, first, last)
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+def _gradients(
+    kernels: str,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    first: Tensor | None,
+    last: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return KERNELS[kernels].backward(d_out, q, k, v, out, lse, Form(causal, window, scale, _bounds(first, last)))
 
 
 def _bounds(first: Tensor | None, last: Tensor | None) -> Bounds | None:

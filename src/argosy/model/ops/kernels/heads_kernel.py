@@ -16,6 +16,7 @@ from torch import Tensor
 
 from argosy.model.ops.fp8 import GRADIENT, Quantised
 from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
+from argosy.model.ops.kernels.norm_kernel import column_sums
 from argosy.model.ops.largest import SLOTS
 
 # Tokens per tile and tiles per program in `_join`, and quads of tokens per tile in `_join_rounded`, whose programs have one tile each.
@@ -183,6 +184,9 @@ def join(
     gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of what `split` has split, given those of queries, keys and values; if `summed`, also its sum over tokens."""
+    whole = _whole(gradients) if rope is None else None
+    if whole is not None:
+        return whole, column_sums(whole) if summed else None
     batch, kv_heads, seq, head_dim = gradients[1].shape
     width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
     d_qkv = torch.empty((batch, seq, width), dtype=gradients[0].dtype, device=device)
@@ -201,7 +205,8 @@ def join_rounded(
     """Return what `join` does, rounded to 8 bits, with batch and seq as one dimension, which is a multiple of 16."""
     batch, kv_heads, seq, head_dim = gradients[1].shape
     width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
-    parts = largest_of(*(g if _is_dense(g) else g.contiguous() for g in gradients))
+    whole = _whole(gradients)
+    parts = largest_of(*([g if _is_dense(g) else g.contiguous() for g in gradients] if whole is None else [whole]))
     room = room_for(batch * seq, width, GRADIENT, device)
     chunks = triton.cdiv(batch * seq, 4 * _QUADS)
     sums = torch.empty((chunks, width), dtype=torch.float32, device=device) if summed else None
@@ -222,6 +227,21 @@ def _sources(
     table_rows = 1 if rope is None else rope[0].shape[0] * seq
     strides = (*d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3])
     return (d_q, d_k, d_v, *(rope or (None, None))), (batch * seq, seq, table_rows, kv_heads, *strides)
+
+
+def _whole(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensor [batch, seq, 3 x heads x head_dim] that has three gradients in its slots, as attention kernels write them where
+    each query head has a KV head of its own; else None."""
+    q, k, v = gradients
+    batch, heads, seq, head_dim = q.shape
+    width = 3 * heads * head_dim
+    strides = (seq * width, 3 * head_dim, width, 1)
+    places = [g.storage_offset() - q.storage_offset() for g in gradients]
+    if places != [0, head_dim, 2 * head_dim] or any(g.shape != q.shape or g.stride() != strides for g in gradients):
+        return None
+    if any(g.untyped_storage().data_ptr() != q.untyped_storage().data_ptr() for g in (k, v)):
+        return None
+    return q.as_strided((batch, seq, width), (seq * width, width, 1))
 
 
 def _is_dense(x: Tensor) -> bool:

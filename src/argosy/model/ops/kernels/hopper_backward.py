@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
 from argosy.model.ops.kernels.hopper_sums import _add, _units, run_backward
-from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps, _store_gradients
 
 _WIDTH = gl.constexpr(64)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
@@ -165,7 +165,6 @@ def _worker(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    d_k_out, d_v_out, plain_scale = out
     pair, key_block = _place(key_blocks, SECTION)
     steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
     # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
@@ -183,18 +182,13 @@ def _worker(
         d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True)
     for step in range(masked, steps):
         d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, False)
-    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-    column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-    token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
-    first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
-    gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
-    gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
+    _store_gradients(out, d_k, d_v, pair, key_block, seq, WORKER, KV_HEADS, _WIDTH, SUM)
 
 
 @gluon.jit
 def _attention_backward(
     q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, last, last_batch,
-    key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
+    key_blocks, seq, q_head, k_head, v_head, d_out_head, d_token, d_head, scale, plain_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
@@ -218,7 +212,7 @@ def _attention_backward(
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
-    out = (d_k_out, d_v_out, plain_scale)
+    out = (d_k_out, d_v_out, d_token, d_head, plain_scale)
     bounds = (last, last_batch)
     gl.warp_specialize([
         (_worker, (here, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),

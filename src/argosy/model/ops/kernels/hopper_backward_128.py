@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetcher, _lasts
 from argosy.model.ops.kernels.hopper_forward import _exp2
 from argosy.model.ops.kernels.hopper_sums import _add, _units, run_backward
-from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps, _store_gradients
 
 _WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
@@ -179,19 +179,13 @@ def _worker(
     d_q = _late_product(here, last % _SLOTS, WORKER)
     d_q = warpgroup_mma_wait(0, deps=[d_q])
     _hand_over(d_q, last, adding, WORKER)
-    d_k_out, d_v_out, plain_scale = out
-    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-    column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-    token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
-    first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
-    gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
-    gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
+    _store_gradients(out, d_k, d_v, pair, key_block, seq, WORKER, KV_HEADS, _WIDTH, SUM)
 
 
 @gluon.jit
 def _attention_backward_128(
     q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, last, last_batch,
-    key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
+    key_blocks, seq, q_head, k_head, v_head, d_out_head, d_token, d_head, scale, plain_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
@@ -222,7 +216,7 @@ def _attention_backward_128(
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
-    out = (d_k_out, d_v_out, plain_scale)
+    out = (d_k_out, d_v_out, d_token, d_head, plain_scale)
     adding = (dq_here, factors_here, dq_full, dq_free)
     bounds = (last, last_batch)
     gl.warp_specialize([

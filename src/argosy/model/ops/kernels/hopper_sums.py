@@ -13,6 +13,7 @@ times the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _attention_before(
 
 @triton.jit
 def _attention_after(
-    sums, norms, largest, d_q, seq, heads, plain_scale,
+    sums, norms, largest, d_q, seq, heads, token_stride, head_stride, plain_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr,
     TWICE: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +112,7 @@ def _attention_after(
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
-    token = batch * seq + block * R + tl.arange(0, R)
+    token = (batch * seq + block * R + tl.arange(0, R)) * token_stride + head * head_stride
     row = batch * heads + head
     pair = largest + 2 * (row // GROUP)
     most = tl.maximum(TWICE * tl.load(pair) * tl.load(pair + 1), LEAST, propagate_nan=tl.PropagateNan.ALL)
@@ -124,7 +125,22 @@ def _attention_after(
         else:
             x = tl.permute(tl.reshape(x, [R // 2, 4, 2, PART // 4]), [0, 2, 3, 1])
         x = (tl.reshape(x, [R, PART]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
-        tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + part * PART + tl.arange(0, PART)[None, :], x)
+        tl.store(d_q + token[:, None] + part * PART + tl.arange(0, PART)[None, :], x)
+
+
+def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """Return uninitialised gradients of q, k and v [batch, seq, heads, head_dim]. If these are parts of one tensor, so are the gradients:
+    they are then the gradient of that tensor, and nothing has to join them."""
+    tensors, (batch, seq), token = (q, k, v), q.shape[:2], q.stride(1)
+    together = all(
+        t.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and t.stride()[:2] == (seq * token, token)
+        for t in tensors
+    )
+    if not together or sum(t.numel() for t in tensors) != batch * seq * token:
+        return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
+    whole = torch.empty(batch * seq * token, dtype=q.dtype, device=q.device)
+    first = min(t.storage_offset() for t in tensors)
+    return [whole.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in tensors]
 
 
 def run_backward(
@@ -134,8 +150,7 @@ def run_backward(
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
-    d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    d_q, d_k, d_v = room_beside(q, k, v)
     sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
     norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
@@ -149,10 +164,11 @@ def run_backward(
     kernel[(batch * kv_heads * key_blocks,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
         TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, *bound(last),
-        key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
-        kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
+        key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), *d_k.stride()[1:3],
+        scale / math.log(2), scale, kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
     )  # fmt: skip
     _attention_after[tiles](
-        sums, norms, largest, d_q, seq, heads, scale, group, width, side, _PART, _UNITS.value, _LEAST.value, _TWICE.value, num_warps=4
+        sums, norms, largest, d_q, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _PART, _UNITS.value, _LEAST.value,
+        _TWICE.value, num_warps=4,
     )  # fmt: skip
     return d_q, d_k, d_v

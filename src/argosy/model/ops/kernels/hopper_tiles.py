@@ -45,6 +45,20 @@ def _step(step, key_block, GROUP: gl.constexpr):
     return key_block * _WORKERS + step // GROUP, (step + key_block) % GROUP
 
 
+@gluon.jit
+def _store_gradients(
+    out, d_k, d_v, pair, key_block, seq, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr, SUM: gl.constexpr
+):  # fmt: skip
+    """Write the gradients of a worker's keys and values. `out` has where to, the strides of tokens and heads, and the scale of dK."""
+    d_k_out, d_v_out, token_stride, head_stride, scale = out
+    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, SUM))[None, :]
+    token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
+    first = token.to(gl.int64) * token_stride + pair % KV_HEADS * head_stride
+    gl.store(d_k_out + first + (row * token_stride + column), (d_k * scale).to(gl.bfloat16))
+    gl.store(d_v_out + first + (row * token_stride + column), d_v.to(gl.bfloat16))
+
+
 def section(pairs: int, key_blocks: int) -> int:
     """Return how many KV heads to work on at a time, so that their data stays cached: a divisor of `pairs` that fills the GPU."""
     wanted = max(1, _FULL_WAVE // key_blocks)

@@ -203,6 +203,16 @@ def _column_sums(x, sums, rows, width, R: tl.constexpr, C: tl.constexpr, TILES: 
     tl.store(sums + tl.program_id(1) * width + col, tl.sum(total, 0), mask=col < width)
 
 
+def column_sums(x: Tensor) -> Tensor:
+    """Return the sums of the columns of x [.., width], which is contiguous, in 32 bits."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    chunks = triton.cdiv(rows, 16 * 16)
+    partial = torch.empty((chunks, width), dtype=torch.float32, device=x.device)
+    _column_sums[(triton.cdiv(width, 256), chunks)](x, partial, rows, width, 16, 256, 16, num_warps=4)
+    return partial.sum(0)
+
+
 class Add(torch.autograd.Function):
     """Returns x + y + y_bias."""
 
@@ -219,12 +229,7 @@ class Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_out = gradients[0].contiguous()
-        width = d_out.shape[-1]
-        rows = d_out.numel() // width
-        chunks = triton.cdiv(rows, 16 * 16)
-        partial = torch.empty((chunks, width), dtype=torch.float32, device=d_out.device)
-        _column_sums[(triton.cdiv(width, 256), chunks)](d_out, partial, rows, width, 16, 256, 16, num_warps=4)
-        return d_out, d_out, partial.sum(0).to(ctx.bias_dtype)
+        return d_out, d_out, column_sums(d_out).to(ctx.bias_dtype)
 
 
 def _warps(block: int) -> int:
