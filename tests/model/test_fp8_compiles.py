@@ -14,14 +14,15 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from argosy.model.ops.kernels import fp8_kernel, fp8_mlp_kernel, heads_kernel
+from argosy.model.ops.kernels import fp8_cross_entropy_kernel, fp8_kernel, fp8_mlp_kernel, heads_kernel
 
 POINTERS = {
-    **dict.fromkeys(["x", "y", "d_out", "d_q", "d_k", "d_v", "w"], "*bf16"), **dict.fromkeys(["values", "transposed"], "*fp8e5"),
-    **dict.fromkeys("parts found scale norms largest d_scale d_bias sums cos sin".split(), "*fp32"), "factor": "fp32",
+    **dict.fromkeys(["x", "y", "d_out", "d_q", "d_k", "d_v", "w", "logits"], "*bf16"), **dict.fromkeys(["values", "transposed"], "*fp8e5"),
+    **dict.fromkeys("parts found scale norms largest d_scale d_bias sums cos sin lses".split(), "*fp32"), "labels": "*i64",
+    **dict.fromkeys(["factor", "z_loss", "inverse"], "fp32"),
 }
 # Numbers that need not be multiples of 16.
-ANY = ("used", "kv_heads", "tiles", "measured", "factor")
+ANY = ("used", "kv_heads", "tiles", "measured", "factor", "vocab", "begin", "z_loss", "inverse", "ignored")
 
 
 def compiled(kernel, **constants):
@@ -43,6 +44,8 @@ def rounds(kernel, **constants):
 
 tile = dict(QUADS=16, C=64)
 rounds(fp8_kernel._round, PARTS=1024, **tile)
+for summed in (False, True):
+    rounds(fp8_cross_entropy_kernel._rounded_gradient, SUMMED=summed, **tile)
 compiled(fp8_kernel._largest, B=8192)
 compiled(fp8_mlp_kernel._column_norms, R=32, C=64)
 for kind, gated in (("gelu_tanh", False), ("gelu", False), ("relu", False), ("silu", True), ("gelu_tanh", True)):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve, resolve_model
+from argosy.model.ops import cross_entropy, fp8_cross_entropy
+from argosy.plan import memory
 from argosy.plan.advise import work_of
 from argosy.plan.calibration import calibration
 from argosy.plan.layouts import Latent, Layout, Work, stage_layers, violations
@@ -66,6 +68,33 @@ def test_a_loss_in_chunks_needs_no_more_for_more_tokens() -> None:
     )
     # Only the gradient of the head's input grows.
     assert many - few == pytest.approx(6 * 8192 * 2048 * 2 / 2**30, abs=0.02)
+
+
+def test_a_head_in_8_bits_holds_its_weight_and_the_gradients_of_a_group_of_chunks() -> None:
+    model = resolve_model("llama3-1b")
+    head = 128256 * 2048 / 2**30
+
+    def held(precision: str, batch: int, micro_batch: int, losses: int = 0) -> StageMemory:
+        work = Work(model, 2048, batch, precision=precision, sample_losses=losses)
+        return stages(work, Layout(micro_batch=micro_batch))[0]
+
+    # 2 x 2048 tokens are one chunk: 16-bit logits, and their gradients in 8 bits twice; in 16 bits the logits and the weight's gradient.
+    each, of_weight = 2 * 2 * 2048 * 128256 / 2**30, 4 * head
+    assert held("fp8", 2, 2).logits - held("bf16", 2, 2).logits == pytest.approx(head + each - of_weight, abs=0.01)
+    # It is kept for other micro-batches, beside the layers' weights.
+    assert held("fp8", 4, 2).logits - held("bf16", 4, 2).logits == pytest.approx(each - of_weight, abs=0.01)
+    layers = 2 * 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192) / 2**30
+    assert held("fp8", 4, 2).buffers - held("bf16", 4, 2).buffers == pytest.approx(head + layers, rel=0.01)
+    # Eight chunks are two groups: half of the gradients, the logits of a chunk, 8-bit values of it, and the first group's sum.
+    more = 4 * each / 2 + 1.5 * each + of_weight + head
+    assert held("fp8", 16, 16).logits - held("bf16", 16, 16).logits == pytest.approx(
+        more - 2 * each - of_weight, abs=0.02
+    )
+    assert held("fp8", 2, 2, losses=2).logits == held("bf16", 2, 2, losses=2).logits
+
+
+def test_the_planner_knows_how_the_loss_is_cut() -> None:
+    assert (memory.LOSS_CHUNK, memory.LOSS_GROUP) == (cross_entropy.CHUNK_BYTES, fp8_cross_entropy.GROUP_BYTES)
 
 
 def test_the_share_of_tokens_that_are_predicted_is_the_tasks() -> None:

@@ -17,7 +17,7 @@ from argosy.plan.advise import predict
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import find_gpu, parse_cluster
 from argosy.plan.kernels import Rates, efficiency
-from argosy.plan.layer import layer_parameters
+from argosy.plan.layer import head_seconds, layer_parameters
 from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.links import group
 from argosy.plan.time import StepTime, micro_batch_time, step_time
@@ -109,6 +109,21 @@ def test_experts_that_are_not_split_need_no_sums_over_tensor_parallel_ranks() ->
     work = Work(resolve_model("mixtral-8x7b"), 4096, 64)
     split, whole = (time_of(work, Layout(tp=4, ep=4, dp=8, etp=etp, sp=True), "32xH100", "megatron") for etp in (4, 1))
     assert whole.terms["tensor"] < 0.5 * split.terms["tensor"]
+
+
+def test_8_bits_halve_the_backward_matmuls_of_our_head_alone() -> None:
+    known, gpu = calibration(), find_gpu("H200")
+    model, layout = resolve_model("llama3-1b"), Layout(micro_batch=8)
+
+    def seconds(precision: str, stack: str = "argosy", losses: int = 0) -> float:
+        work = Work(model, 4096, 8, precision=precision, sample_losses=losses)
+        rates = known.rates(gpu, known.stacks[stack], precision)
+        return head_seconds(work, layout, known.stacks[stack], rates, 8 * 4096)
+
+    # Measured: 24.0 to 12.0 ms and 24.8 to 15.0 ms.
+    assert seconds("bf16") - seconds("fp8") == pytest.approx(0.0218, rel=0.15)
+    assert seconds("fp8", losses=2) == seconds("bf16")
+    assert seconds("fp8", "megatron") == seconds("bf16", "megatron")
 
 
 def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> None:

@@ -162,11 +162,12 @@ def test_accumulated_gradients_are_the_32_bit_sum_of_the_micro_batches() -> None
             assert torch.equal(parameter.grad, total), name
 
 
-def test_fp8_is_for_the_layers_alone_and_where_the_sizes_allow_it() -> None:
+def test_fp8_is_for_the_layers_and_the_head_where_the_sizes_allow_it() -> None:
     built, _ = model("fp8")
     eight_bit = {name for name, module in built.named_modules() if getattr(module, "fp8", False)}
     assert eight_bit == {
-        f"layers.{i}.{part}" for i in (0, 1) for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+        *(f"layers.{i}.{part}" for i in (0, 1) for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")),
+        "predict",
     }
     odd = build_model(resolve_model("gpt2", ["layers=1", "hidden=32", "heads=2", "ffn=40", "vocab_size=64"]))
     apply_precision(odd, "fp8")
@@ -182,7 +183,8 @@ def test_fp8_is_refused_where_no_layer_can_have_it_and_the_run_says_how_many_hav
         apply_precision(narrow, "fp8")
     half = build_model(resolve_model("gpt2", ["layers=1", "hidden=32", "heads=2", "ffn=40", "vocab_size=64"]))
     apply_precision(half, "fp8")
-    assert describe_precision(half, "fp8") == "fp8 (2 of the 4 linear layers in the blocks)"
+    described = "fp8 (2 of the 4 linear layers in the blocks, and the backward pass of the output head)"
+    assert describe_precision(half, "fp8") == described
     assert describe_precision(half, "bf16") == "bf16"
 
 

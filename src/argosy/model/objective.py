@@ -69,10 +69,17 @@ class Output(nn.Module):
 
     # Joins the parts of a sequence that ranks share. Context parallelism sets it.
     join: Callable[[Tensor], Tensor] | None = None
+    # Use fp8 matmuls for the gradients of the loss while training. `argosy.parallel` sets it.
+    fp8 = False
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.multiple = spec.vocab_multiple
+        self.multiple, self.width = spec.vocab_multiple, spec.hidden
+
+    @property
+    def rounds(self) -> bool:
+        """True if the gradients of this pass are products of 8-bit floats."""
+        return self.fp8 and self.training
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, at: Tensor | None = None) -> Tensor:
         """Return the logits of x [batch, seq, hidden] for a weight [vocab, hidden].
@@ -93,5 +100,6 @@ class Output(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed loss on labels [batch, seq], and its cross-entropy part without a gradient."""
         return linear_cross_entropy(
-            x.flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss, multiple=self.multiple
-        )
+            x.flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss, multiple=self.multiple,
+            fp8_backward=self.rounds,
+        )  # fmt: skip

@@ -20,7 +20,7 @@ from argosy.parallel.precision import apply_precision, choose_precision
 from argosy.parallel.shards import is_spread, local, part_of
 from argosy.parallel.single import SingleDevice
 from argosy.parallel.transformer_blocks import DropoutSeeds, apply_compile, apply_recompute, blocks_of
-from argosy.tasks.task_registry import masks_vary
+from argosy.tasks.task_registry import masks_vary, task_of
 
 # The name and the whole value of each parameter of a model.
 Weights = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
@@ -46,7 +46,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
 
         stages = cut_stages(spec.model, parallel, spec.data.seq_len)
         keep_stages(model, stages, pp.get_local_rank())
-    apply_precision(model, precision, masters=mesh.has_fsdp, frozen=frozen)
+    apply_precision(model, precision, masters=mesh.has_fsdp, frozen=frozen, fp8_head=not task_of(spec).sample_losses)
     if tp is not None:
         from argosy.parallel.tensor.apply import apply_tensor_parallel
 

@@ -2,8 +2,8 @@
 
 Mixed precision without autocast: parameters are on the device in the training precision, and everything computed from them
 follows. Operations that need more bits cast where they compute (norms, rope tables and losses are 32-bit inside), and the
-optimiser keeps 32-bit master weights. With fp8, parameters are bf16 and the matmuls of the layers multiply 8-bit floats;
-embeddings, norms and the head stay bf16.
+optimiser keeps 32-bit master weights. With fp8, parameters are bf16, and the matmuls of the layers and the two backward matmuls of
+the output head multiply 8-bit floats. Embeddings, norms and logits stay bf16, so that a loss is not rounded to 8 bits.
 
 A CPU may lack instructions for 16-bit floats. Training keeps the precision it was asked for and warns; evaluation and
 sampling, whose precision was chosen for another device, use fp32 there.
@@ -21,6 +21,7 @@ from argosy.config.checks import FP8_ALIGNMENT
 from argosy.errors import ArgosyError
 from argosy.families.adapter_sizes import is_adapter
 from argosy.model.layers import Linear, Norm
+from argosy.model.objective import Output
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # Ada and Hopper are the first with fp8 matmuls.
@@ -101,25 +102,31 @@ def _slowdown(precision: str) -> float:
     return best(DTYPES[precision]) / best(torch.float32)
 
 
-def apply_precision(model: nn.Module, precision: str, *, masters: bool = False, frozen: bool = False) -> None:
+def apply_precision(
+    model: nn.Module, precision: str, *, masters: bool = False, frozen: bool = False, fp8_head: bool = True
+) -> None:
     """Cast the parameters to the training precision.
 
     With `masters` they stay as they are, as master weights: FSDP casts them when it all-gathers them for a forward pass. With `frozen`
-    only adapters are trained, and the base, which needs no master weights, is cast in any case.
+    only adapters are trained, and the base, which needs no master weights, is cast in any case. Without `fp8_head`, the output head
+    stays in 16 bits: the gradient of DPO is the difference of two answers' gradients, in which rounding errors do not cancel.
     Parameters that have an update rule of their own, such as the router biases of experts, always keep their precision."""
     for name, parameter in model.named_parameters():
         stays = masters and (not frozen or is_adapter(name))
         if parameter.requires_grad and not stays:
             parameter.data = parameter.data.to(DTYPES[precision])
     if precision == "fp8":
-        apply_fp8(model)
+        apply_fp8(model, head=fp8_head)
 
 
-def apply_fp8(model: nn.Module) -> None:
-    """Enable fp8 matmuls in the linear layers of the blocks whose sizes allow it. Raise ArgosyError if none does."""
+def apply_fp8(model: nn.Module, *, head: bool = True) -> None:
+    """Enable fp8 matmuls in the linear layers of the blocks whose sizes allow it, and with `head` in the backward pass of the output
+    head. Raise ArgosyError if no layer allows it."""
     linear = _linear_layers(model)
     for module in linear:
         module.fp8 = module.in_features % FP8_ALIGNMENT == 0 and module.out_features % FP8_ALIGNMENT == 0
+    for output in _outputs(model):
+        output.fp8 = head and output.width % FP8_ALIGNMENT == 0
     for name, module in model.named_modules():
         if isinstance(module, Norm) and not name.endswith(("q_norm", "k_norm")):
             module.measured = True
@@ -136,11 +143,16 @@ def apply_fp8(model: nn.Module) -> None:
 
 
 def describe_precision(model: nn.Module, precision: str) -> str:
-    """Describe the precision for the first lines of a run: with fp8, also the number of layers that use it."""
+    """Describe the precision for the first lines of a run: with fp8, also the number of layers and whether the head uses it."""
     if precision != "fp8":
         return precision
     linear = _linear_layers(model)
-    return f"fp8 ({sum(module.fp8 for module in linear)} of the {len(linear)} linear layers in the blocks)"
+    head = ", and the backward pass of the output head" if any(output.fp8 for output in _outputs(model)) else ""
+    return f"fp8 ({sum(module.fp8 for module in linear)} of the {len(linear)} linear layers in the blocks{head})"
+
+
+def _outputs(model: nn.Module) -> list[Output]:
+    return [module for module in model.modules() if isinstance(module, Output)]
 
 
 def _linear_layers(model: nn.Module) -> list[Linear]:

@@ -48,6 +48,7 @@ class Stack(Section):
     ends: bool = False
     chunked_loss: bool = False
     narrow_inputs: bool = False
+    narrow_head: bool = False
     rounds_once: bool = False
     keeps_gathered: bool = False
     attention: Literal["native", "flash", "unfused"]

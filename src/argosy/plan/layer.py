@@ -242,10 +242,26 @@ def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens:
     vocab = work.model.padded_vocab(layout.tp) // layout.tp
     tokens *= work.sizes.predicted
     ahead, back = linear(rates, tokens, work.sizes.hidden, vocab)
+    once, casts = ahead, 0.0
+    if rounds_head(work, stack):
+        once, back = linear(rates, tokens, work.sizes.hidden, vocab, narrow=True)
+        passes = work.micro_batches(layout) if keeps_rounded(work, layout, stack) else 1
+        casts = CAST_BYTES * work.sizes.hidden * (vocab / passes + tokens * (not work.frozen)) / rates.memory
     # A tied head on the rank of the embedding is the same parameter.
     own = 0.0 if work.model.tied and layout.pp == 1 else work.sizes.hidden * vocab
     copies = stack.ends * _end_bytes(work, layout, stack) * own / rates.memory
-    return ahead + (ahead if work.frozen else back) + stack.loss * tokens * vocab / rates.memory + copies
+    return ahead + (once if work.frozen else back) + stack.loss * tokens * vocab / rates.memory + casts + copies
+
+
+def rounds_head(work: Work, stack: Stack) -> bool:
+    """Return whether the backward matmuls of the output head are 8-bit."""
+    return stack.narrow_head and work.precision in ("fp8", "fp4") and not work.sample_losses
+
+
+def keeps_rounded(work: Work, layout: Layout, stack: Stack) -> bool:
+    """Return whether the 8-bit copies of weights are kept for all micro-batches of a step."""
+    narrow = work.precision in ("fp8", "fp4")
+    return stack.rounds_once and narrow and work.micro_batches(layout) > 1 and layout.zero < 3
 
 
 def _end_bytes(work: Work, layout: Layout, stack: Stack) -> float:

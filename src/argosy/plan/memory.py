@@ -20,10 +20,13 @@ from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
+from argosy.plan.layer import keeps_rounded, rounds_head
 from argosy.plan.layouts import Layout, Work, stage_layers
 
 # Bytes of logits in one chunk of a chunked loss.
 LOSS_CHUNK = GIB
+# Bytes of gradients in 8 bits for one matmul.
+LOSS_GROUP = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
         moments = [(begun, kept, logits), (begun, kept + again, 0.0), (gradients, again, 0.0)]
     moments.append((gradients + work.rule.working_bytes(_largest_matrix(work, layout)), 0.0, 0.0))
     buffers, communication = (wide * part for part in _transient(work, layout, stack, tokens, dense + experts, layers))
+    if last and keeps_rounded(work, layout, stack):
+        buffers += _rounded_head(work, layout, stack)
     parts = [weights, optimiser, *max(moments, key=sum), buffers, communication]
     overhead = calibration.fragmentation * sum(parts) / GIB + calibration.context
     weights, optimiser, gradients, activations, logits, buffers, communication = (part / GIB for part in parts)
@@ -228,8 +233,10 @@ def _activations(
 def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
     """Return the peak bytes of output head and loss.
 
-    A chunked loss holds the logits of two chunks, the current and the previous one. At its end it also holds the gradients of the
-    head's input and, in 32 bits, of the head's weight. If the vocabulary is padded, it multiplies a padded copy of the weight.
+    A chunked loss holds the logits of two chunks, the current and the previous one. At its end it also holds the gradients of the head's
+    input and, in 32 bits, of the head's weight. If the vocabulary is padded, it multiplies a padded copy of the weight. In 8 bits it holds
+    the transposed gradients of a group of chunks, and the logits of one with their gradient; then, in 32 bits, the gradient of the weight
+    and what the group adds to it.
     """
     vocab, judged = work.model.padded_vocab(layout.tp) / layout.tp, tokens * work.sizes.predicted
     if not stack.chunked_loss:
@@ -238,7 +245,21 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
     chunks = ceil(whole / LOSS_CHUNK)
     copied = 2 * vocab if vocab * layout.tp > work.model.vocab_size else 0.0
     of_weight = 0.0 if work.frozen else 4 * vocab * max(1, work.sample_losses * layout.micro_batch)
-    return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + of_weight + copied)
+    ends = work.sizes.hidden * (2 * judged + copied)
+    of_weight *= work.sizes.hidden
+    if not rounds_head(work, stack):
+        return min(2, chunks) * whole / chunks + of_weight + ends
+    each = whole / chunks
+    together = min(chunks, max(1, int(LOSS_GROUP // (each / 2))))
+    # In a later group's chunk, or at the matmul at a group's end.
+    most = max(1.5 * each + of_weight * (together < chunks), of_weight * (1 + (together < chunks)))
+    rounded = 0.0 if keeps_rounded(work, layout, stack) else _rounded_head(work, layout, stack)
+    return together * each / 2 + most + ends + rounded
+
+
+def _rounded_head(work: Work, layout: Layout, stack: Stack) -> float:
+    """Return the bytes of the output head in 8 bits. Only its transpose is kept."""
+    return work.sizes.hidden * work.model.padded_vocab(layout.tp) / layout.tp if rounds_head(work, stack) else 0.0
 
 
 def _transient(
@@ -255,7 +276,7 @@ def _transient(
     # Gradients of the residual stream.
     buffers = 4.0 * tokens * sizes.hidden / (layout.tp if layout.sp else 1)
     if layout.zero < 3:
-        if stack.rounds_once and work.precision in ("fp8", "fp4") and work.micro_batches(layout) > 1:
+        if keeps_rounded(work, layout, stack):
             # A byte each, plain and transposed.
             buffers += 2 * layers * (sizes.attention + sizes.mlp) / layout.tp
         copied = (stack.reduced + 2) * min(stack.bucket, parameters) if layout.zero else 0.0

@@ -12,13 +12,15 @@ are zeros that the softmax does not count, and their gradients are zeros too. Pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from argosy.compat import add_product, require_all
+from argosy.config.checks import FP8_ALIGNMENT
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 
@@ -27,9 +29,32 @@ CHUNK_BYTES = 1 << 30
 # Rows in a tile of a GEMM.
 _TILE = 256
 
-# Maps logits [rows, padded vocab], labels [rows], the z-loss weight, whether to compute a gradient and the vocab without padding
-# to what `softmax_loss_` returns.
-RowsToLosses = Callable[[Tensor, Tensor, float, bool, int], tuple[Tensor, Tensor]]
+
+class LossForm(NamedTuple):
+    """How the rows of a batch become a loss."""
+
+    # Rows in a chunk.
+    rows: int
+    # The columns of logits in a GEMM are a multiple of this.
+    multiple: int
+    z_loss: float
+    with_gradient: bool
+    # The gradients of hidden states and head are products of 8-bit floats.
+    fp8: bool
+    # The first entry of the vocabulary that this rank has.
+    first: int
+    # Returns the `row_parts` of all ranks [ranks, 2, rows], given this rank's [2, rows]. None: this rank has the whole vocabulary.
+    gather: Callable[[Tensor], Tensor] | None
+
+
+class HeadLoss(NamedTuple):
+    """The sums over all rows, and the gradients that are wanted of the first."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
 
 
 def linear_cross_entropy(
@@ -39,9 +64,11 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     z_loss: float = 0.0,
-    rows_to_losses: RowsToLosses | None = None,
+    first: int = 0,
+    gather: Callable[[Tensor], Tensor] | None = None,
     width: int | None = None,
     multiple: int = 1,
+    fp8_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of logits = hidden weight^T + bias, and its cross-entropy part without a gradient.
 
@@ -51,57 +78,39 @@ def linear_cross_entropy(
         hidden: [tokens, width].
         weight: [vocab, width], or this rank's part of the vocabulary.
         labels: [tokens].
-        rows_to_losses: replaces `softmax_loss_` if the vocabulary is sharded; it combines the ranks' parts.
+        first, gather: as in `LossForm`, if the vocabulary is sharded.
         width: the vocabulary size from which the chunk length follows, so that all ranks use equal chunks.
         multiple: the GEMMs have a multiple of this many columns of logits.
+        fp8_backward: multiply the gradient of the logits in 8-bit floats, if the width is a multiple of 16. The loss is the same.
     """
     # Inside the autograd function gradients are always disabled, and the inputs do not tell.
     with_gradient = torch.is_grad_enabled()
-    chunk = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
-    total, cross_entropy = _apply(
-        hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk, multiple
-    )
+    rows = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
+    fp8 = fp8_backward and with_gradient and hidden.shape[1] % FP8_ALIGNMENT == 0
+    if fp8:
+        # All dimensions of the matmuls are multiples of it. `fp8_head_loss` adds the rows that are missing.
+        rows, multiple = -(-rows // FP8_ALIGNMENT) * FP8_ALIGNMENT, lcm(multiple, FP8_ALIGNMENT)
+    form = LossForm(rows, multiple, z_loss, with_gradient, fp8, first, gather)
+    total, cross_entropy = _apply(hidden, weight, bias, labels, form)
     return total, cross_entropy
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        z_loss: float,
-        with_gradient: bool,
-        rows_to_losses: RowsToLosses,
-        rows: int,
-        multiple: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, form: LossForm
     ) -> tuple[Tensor, Tensor]:
-        wants = [with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        d_hidden = torch.empty_like(hidden) if any(wants) else None
-        d_weight: Tensor | None = None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
-        vocab, weight = len(weight), _padded(weight, multiple)
-        bias = None if bias is None else _padded(bias, multiple)
-        total = torch.zeros((), device=hidden.device)
-        cross_entropy = torch.zeros((), device=hidden.device)
-        for first in range(0, len(hidden), rows):
-            part = slice(first, first + rows)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            losses, ce = rows_to_losses(logits, labels[part], z_loss, any(wants), vocab)
-            total += losses.sum()
-            cross_entropy += ce.sum()
-            if d_hidden is not None:
-                torch.mm(logits, weight, out=d_hidden[part])
-            if wants[1]:
-                d_weight = add_product(d_weight, logits.t(), hidden[part])
-            if d_bias is not None:
-                d_bias += logits[:, :vocab].sum(0, dtype=torch.float32)
-        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight[:vocab], d_bias)
+        wants = [form.with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        if form.fp8 and any(wants):
+            from argosy.model.ops.fp8_cross_entropy import fp8_head_loss
+
+            found = fp8_head_loss(hidden, weight, bias, labels, wants, form)
+        else:
+            found = _head_loss(hidden, weight, bias, labels, wants, form)
+        ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
-        ctx.mark_non_differentiable(cross_entropy)
-        return total, cross_entropy
+        ctx.mark_non_differentiable(found.cross_entropy)
+        return found.total, found.cross_entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -109,10 +118,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if t is None else scaled(t, gradients[0], dtype)
             for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*found, None, None, None, None, None, None)
+        return (*found, None, None)
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _LinearCrossEntropy.apply
+
+
+def _head_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, wants: Sequence[bool], form: LossForm
+) -> HeadLoss:
+    d_hidden = torch.empty_like(hidden) if any(wants) else None
+    d_weight: Tensor | None = None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
+    vocab, weight = len(weight), padded(weight, form.multiple)
+    bias = None if bias is None else padded(bias, form.multiple)
+    total = torch.zeros((), device=hidden.device)
+    cross_entropy = torch.zeros((), device=hidden.device)
+    for first in range(0, len(hidden), form.rows):
+        part = slice(first, first + form.rows)
+        logits = torch.nn.functional.linear(hidden[part], weight, bias)
+        if form.gather is None:
+            losses, ce = softmax_loss_(logits, labels[part], form.z_loss, any(wants), vocab)
+        else:
+            every = form.gather(row_parts(logits, labels[part], vocab, form.first))
+            losses, ce = joined_losses_(logits, labels[part], every, form.z_loss, any(wants), vocab, form.first)
+        total += losses.sum()
+        cross_entropy += ce.sum()
+        if d_hidden is not None:
+            torch.mm(logits, weight, out=d_hidden[part])
+        if wants[1]:
+            d_weight = add_product(d_weight, logits.t(), hidden[part])
+        if d_bias is not None:
+            d_bias += logits[:, :vocab].sum(0, dtype=torch.float32)
+    return HeadLoss(total, cross_entropy, d_hidden, None if d_weight is None else d_weight[:vocab], d_bias)
 
 
 def hide_from_compiler() -> None:
@@ -125,7 +163,7 @@ def hide_from_compiler() -> None:
     _apply = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
-def _padded(tensor: Tensor, multiple: int) -> Tensor:
+def padded(tensor: Tensor, multiple: int) -> Tensor:
     """Return a tensor with zeros behind its rows, up to a multiple of `multiple` rows; itself if there are as many."""
     missing = -len(tensor) % multiple
     return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
@@ -158,9 +196,14 @@ def softmax_loss_(
         from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
         return fused(logits, labels, z_loss, with_gradient, vocab)
+    require_known(labels, vocab)
+    return joined_losses_(logits, labels, row_parts(logits, labels, vocab)[None], z_loss, with_gradient, vocab)
+
+
+def require_known(labels: Tensor, vocab: int) -> None:
+    """Raise RuntimeError if a label is neither an entry of the vocabulary nor ignored."""
     known = (labels >= 0) & (labels < vocab) | (labels == IGNORED)
     require_all(known, f"a label is not among the {vocab} entries of the vocabulary")
-    return joined_losses_(logits, labels, row_parts(logits, labels, vocab)[None], z_loss, with_gradient, vocab)
 
 
 def row_parts(logits: Tensor, labels: Tensor, vocab: int, first: int = 0) -> Tensor:
@@ -191,13 +234,23 @@ def joined_losses_(
     cross_entropy = torch.where(counts, lse - parts[:, 1].sum(0), 0.0)
     losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
     if with_gradient:
-        gradient = logits[:, :vocab].float().sub_(lse[:, None]).exp_()
-        if z_loss:
-            gradient *= (1 + 2 * z_loss * lse)[:, None]
-        column, here = _columns(labels, vocab, first)
-        gradient.scatter_add_(-1, column, -here.to(gradient.dtype)[:, None])
-        logits[:, :vocab] = gradient.mul_(counts[:, None])
+        logits[:, :vocab] = gradient_of(logits[:, :vocab], labels, lse, z_loss, first)
     return losses, cross_entropy
+
+
+def gradient_of(logits: Tensor, labels: Tensor, lse: Tensor, z_loss: float, first: int) -> Tensor:
+    """Return the gradient of some columns of logits in 32 bits, by plain torch.
+
+    Args:
+        lse: the log-sum-exp of each row, over all columns.
+        first: the first of the columns here.
+    """
+    gradient = logits.float().sub_(lse[:, None]).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * lse)[:, None]
+    column, here = _columns(labels, logits.shape[1], first)
+    gradient.scatter_add_(-1, column, -here.to(gradient.dtype)[:, None])
+    return gradient.mul_((labels != IGNORED)[:, None])
 
 
 def _columns(labels: Tensor, vocab: int, first: int) -> tuple[Tensor, Tensor]:

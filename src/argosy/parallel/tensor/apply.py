@@ -141,11 +141,11 @@ def _connect(module: nn.Module, region: Region) -> None:
         case Dropout():
             module.share = region.tokens
         case Decoder() | EncoderDecoder():
-            module.predict = SpreadOutput(module.spec, region, alike=False)
+            module.predict = SpreadOutput(module.spec, region, alike=False, fp8=module.predict.fp8)
         # The heads of a masked LM see all tokens, the same on every rank.
         case MaskedLM():
             module.together.register_forward_hook(partial(_result, region.end))
-            module.predict = SpreadOutput(module.spec, region, alike=True)
+            module.predict = SpreadOutput(module.spec, region, alike=True, fp8=module.predict.fp8)
         case Tower():
             module.together.register_forward_hook(partial(_result, region.end))
         # Every decoder layer reads the encoder's output inside its sharded part.

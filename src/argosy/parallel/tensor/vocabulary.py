@@ -9,9 +9,7 @@ numbers per token are exchanged. They give each rank the loss and the gradient o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,7 +17,7 @@ from argosy.compat import gather_into
 from argosy.config.model import ModelSpec
 from argosy.model.layers import embed
 from argosy.model.objective import Output
-from argosy.model.ops.cross_entropy import joined_losses_, linear_cross_entropy, row_parts
+from argosy.model.ops.cross_entropy import linear_cross_entropy
 from argosy.parallel.tensor.region import Region, gathered
 
 
@@ -50,8 +48,9 @@ class SpreadOutput(Output):
     """The output head with a sharded vocabulary. With `alike`, `x` has all tokens on every rank; otherwise those outside of the
     region."""
 
-    def __init__(self, spec: ModelSpec, region: Region, *, alike: bool) -> None:
+    def __init__(self, spec: ModelSpec, region: Region, *, alike: bool, fp8: bool) -> None:
         super().__init__(spec)
+        self.fp8 = fp8
         self._rows, self._region = Rows.of(spec.vocab_size, region), region
         self._way_in = Region(region.group, region.sequence and not alike)
 
@@ -66,16 +65,13 @@ class SpreadOutput(Output):
     ) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy(
             self._way_in.enter(x).flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss,
-            rows_to_losses=partial(softmax_loss_, self._rows.first, self._region.group), width=self._rows.most,
-            multiple=self.multiple,
+            first=self._rows.first, gather=self._gather, width=self._rows.most, multiple=self.multiple,
+            fp8_backward=self.rounds,
         )  # fmt: skip
 
-
-def softmax_loss_(
-    first: int, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool, vocab: int
-) -> tuple[Tensor, Tensor]:
-    """Compute `argosy.model.ops.cross_entropy.softmax_loss_` from the logits of this rank's columns, which begin at `first`."""
-    ours = row_parts(logits, labels, vocab, first)
-    every = ours.new_empty(group.size(), *ours.shape)
-    gather_into(every.flatten(0, 1), ours, group)
-    return joined_losses_(logits, labels, every, z_loss, with_gradient, vocab, first)
+    def _gather(self, ours: Tensor) -> Tensor:
+        """Return the `row_parts` of all ranks, [ranks, 2, rows]."""
+        group = self._region.group
+        every = ours.new_empty(group.size(), *ours.shape)
+        gather_into(every.flatten(0, 1), ours, group)
+        return every
