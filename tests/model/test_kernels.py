@@ -23,7 +23,7 @@ from argosy.model.layers import embed  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
 from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, largest, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
-from argosy.model.ops.kernels import heads_kernel, hopper_sums, norm_kernel  # noqa: E402
+from argosy.model.ops.kernels import heads_kernel, hopper_sums, norm_kernel, row_sums_kernel  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
 # Interpreted, a kernel treats both 16-bit types alike.
@@ -150,9 +150,22 @@ def test_heads(dtype: torch.dtype, rope: str, kv_heads: int, group: int, biased:
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (64, 32), (528, 77), (700, 300)])
+def test_sums_over_rows(dtype: torch.dtype, rows: int, width: int) -> None:
+    parts = torch.randn(3, rows, width, device=DEVICE)
+    exact = parts.double().sum(1)
+    assert row_sums_kernel.sum_rows(parts, dtype).dtype == dtype
+    torch.testing.assert_close(row_sums_kernel.sum_rows(parts, torch.float32).double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(row_sums_kernel.sum_rows(parts[1], dtype), exact[1].to(dtype), rtol=8e-3, atol=1e-4)
+    rounded = parts.to(dtype)
+    found = row_sums_kernel.column_sums(rounded, torch.float32).double()
+    torch.testing.assert_close(found, rounded.double().sum((0, 1)), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("summed", [False, True])
-def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, summed: bool) -> None:
+@pytest.mark.parametrize("summed", [None, torch.float32])
+def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, summed: torch.dtype | None) -> None:
     qkv = torch.randn(2, 48, 2 * (group + 2) * 16, device=DEVICE, dtype=torch.bfloat16)
     room = hopper_sums.room_beside(*(t.transpose(1, 2) for t in heads_kernel.split(qkv, None, group, 16)))
     gradients = [t.copy_(torch.randn(t.shape)).transpose(1, 2) for t in room]
@@ -161,11 +174,11 @@ def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, s
     other, other_sums = heads_kernel.join(copies, None, group, summed=summed)
     assert (whole.data_ptr() == room[0].data_ptr()) is (group == 1)
     assert torch.equal(whole, other)
-    assert (sums is None) is (other_sums is None) is not summed
+    assert (sums is None) is (other_sums is None) is (summed is None)
     if sums is not None and other_sums is not None:
         torch.testing.assert_close(sums, other_sums)
-    rounded, _ = heads_kernel.join_rounded(gradients, None, group, summed=False)
-    for ours, theirs in zip(rounded, heads_kernel.join_rounded(copies, None, group, summed=False)[0], strict=True):
+    rounded, _ = heads_kernel.join_rounded(gradients, None, group, summed=None)
+    for ours, theirs in zip(rounded, heads_kernel.join_rounded(copies, None, group, summed=None)[0], strict=True):
         assert torch.equal(ours.float(), theirs.float())
 
 

@@ -42,10 +42,10 @@ class Fp8Heads(torch.autograd.Function):
         x8t, x_scale, w8t, w_scale = ctx.saved_tensors
         shape, dtype, rope, group, bias_dtype = ctx.form
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        d8, sums = join_rounded(gradients, rope, group, summed=wants_bias)
+        d8, sums = join_rounded(gradients, rope, group, summed=bias_dtype if wants_bias else None)
         d_x = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, dtype).view(shape) if wants_x else None
         d_weight = None
         if wants_weight:
             factors = d8.transposed, x8t.t(), d8.scale, x_scale
             d_weight = now_or_later(ctx.weight, partial(scaled_product, factors, dtype))
-        return d_x, d_weight, None if sums is None else sums.to(bias_dtype), None, None, None
+        return d_x, d_weight, sums, None, None, None

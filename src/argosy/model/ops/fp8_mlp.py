@@ -77,7 +77,8 @@ class _Fp8MLP(torch.autograd.Function):
             return None, None, d_down, *(None for _ in wanted)
         d_a = scaled_mm(d8.values, down8t.t(), d8.scale, down_scale, dtype)
         scale = gradient_scale(d8, norms, largest, gated=count == 2)
-        y8, sums = rounded_gradient(d_a, y, kind, scale, gated=count == 2, summed=any(wanted[count:]))
+        summed = bias_dtype if any(wanted[count:]) else None
+        y8, sums = rounded_gradient(d_a, y, kind, scale, gated=count == 2, summed=summed)
         d_x = None
         if wants_x:
             d_x = scaled_mm(y8.values, w8t.t(), y8.scale, w_scale, dtype).view(shape)
@@ -87,8 +88,5 @@ class _Fp8MLP(torch.autograd.Function):
         ]
         d_biases: Sequence[Tensor | None] = [None] * count
         if sums is not None:
-            d_biases = [
-                one if want else None
-                for one, want in zip(sums.to(bias_dtype).chunk(count), wanted[count:], strict=True)
-            ]
+            d_biases = [one if want else None for one, want in zip(sums.chunk(count), wanted[count:], strict=True)]
         return d_x, None, d_down, *d_inner, *d_biases

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.model.ops.kernels.row_sums_kernel import sum_rows
+
 # The size of a tile.
 _ROWS, _COLS = 16, 256
 # Tiles per program in the backward pass, over which it sums the bias gradient.
@@ -116,7 +118,7 @@ class Activate(torch.autograd.Function):
             gradients[0].contiguous(), y, bias, d_y, partial, rows, width, ctx.kind, bias is not None, _ROWS, _COLS,
             _TILES_DOWN, num_warps=4,
         )  # fmt: skip
-        return d_y, None if partial is None or bias is None else partial.sum(0).to(bias.dtype), None
+        return d_y, None if partial is None or bias is None else sum_rows(partial, bias.dtype), None
 
 
 @triton.jit

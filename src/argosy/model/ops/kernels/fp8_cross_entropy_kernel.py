@@ -11,6 +11,7 @@ from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.fp8 import GRADIENT
 from argosy.model.ops.fp8_cross_entropy import SCALE
 from argosy.model.ops.kernels.fp8_kernel import store_scaled, store_transposed
+from argosy.model.ops.kernels.row_sums_kernel import sum_rows
 
 # The size of a tile, in quads of rows and in columns.
 _QUADS, _COLS = 16, 64
@@ -68,4 +69,4 @@ def rounded_gradient(
         logits, labels, lse, values, transposed, parts, rows // 4, transposed.stride(0) // 4, width, vocab, first, z_loss, 1 / SCALE,
         IGNORED, summed, torch.finfo(GRADIENT).max, _QUADS, _COLS, num_warps=4,
     )  # fmt: skip
-    return values, None if parts is None else parts.sum(0)
+    return values, None if parts is None else sum_rows(parts, torch.float32)

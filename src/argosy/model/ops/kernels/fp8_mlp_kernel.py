@@ -14,6 +14,7 @@ from torch import Tensor
 from argosy.model.ops.fp8 import FORWARD, GRADIENT, Quantised
 from argosy.model.ops.kernels.activation_kernel import activation_slope, activation_value
 from argosy.model.ops.kernels.fp8_kernel import room_for, scale_of, store_scaled, store_transposed
+from argosy.model.ops.kernels.row_sums_kernel import sum_rows
 from argosy.model.ops.largest import SLOTS
 
 # The size of a tile of the first pass, and of the others in quads of rows and in columns.
@@ -229,16 +230,16 @@ def gradient_scale(d8: Quantised, norms: Tensor, largest: Tensor, *, gated: bool
 
 
 def rounded_gradient(
-    d_out: Tensor, y: Tensor, kind: str, scale: Tensor, *, gated: bool, summed: bool
+    d_out: Tensor, y: Tensor, kind: str, scale: Tensor, *, gated: bool, summed: torch.dtype | None
 ) -> tuple[Quantised, Tensor | None]:
-    """Return the gradient of y, rounded with a scale, given that of the activation; and its sum over rows, if `summed`."""
+    """Return the gradient of y, rounded with a scale, given that of the activation; and its sum over rows, of type `summed`, if that is given."""
     rows, width = d_out.shape
-    tiles = _TILES_DOWN if summed else 1
+    tiles = 1 if summed is None else _TILES_DOWN
     chunks = triton.cdiv(rows, 4 * _QUADS * tiles)
     room = room_for(rows, y.shape[1], GRADIENT, y.device)._replace(scale=scale)
-    partial = torch.empty((chunks, y.shape[1]), dtype=torch.float32, device=y.device) if summed else None
+    partial = None if summed is None else torch.empty((chunks, y.shape[1]), dtype=torch.float32, device=y.device)
     _differentiate[(triton.cdiv(width, _COLS), chunks)](
-        d_out, y, scale, room.values, room.transposed, partial, rows // 4, width, kind, gated, summed, torch.finfo(GRADIENT).max,
+        d_out, y, scale, room.values, room.transposed, partial, rows // 4, width, kind, gated, summed is not None, torch.finfo(GRADIENT).max,
         _QUADS, _COLS, tiles, num_warps=4,
     )  # fmt: skip
-    return room, None if partial is None else partial.sum(0)
+    return room, None if partial is None or summed is None else sum_rows(partial, summed)

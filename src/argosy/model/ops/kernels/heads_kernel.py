@@ -16,7 +16,7 @@ from torch import Tensor
 
 from argosy.model.ops.fp8 import GRADIENT, Quantised
 from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
-from argosy.model.ops.kernels.norm_kernel import column_sums
+from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
 from argosy.model.ops.largest import SLOTS
 
 # Tokens per tile and tiles per program in `_join`, and quads of tokens per tile in `_join_rounded`, whose programs have one tile each.
@@ -181,26 +181,40 @@ def split(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim:
 
 
 def join(
-    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: bool
+    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of what `split` has split, given those of queries, keys and values; if `summed`, also its sum over tokens."""
+    """Return the gradient of what `split` has split, given those of queries, keys and values.
+
+    Args:
+        summed: the type of its sum over tokens, if that is wanted too.
+    """
     whole = _whole(gradients) if rope is None else None
     if whole is not None:
-        return whole, column_sums(whole) if summed else None
+        return whole, None if summed is None else column_sums(whole, summed)
     batch, kv_heads, seq, head_dim = gradients[1].shape
     width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
     d_qkv = torch.empty((batch, seq, width), dtype=gradients[0].dtype, device=device)
     chunks = triton.cdiv(batch * seq, _TOKENS * _TILES_DOWN)
-    sums = torch.empty((chunks, width), dtype=torch.float32, device=device) if summed else None
+    sums = None if summed is None else torch.empty((chunks, width), dtype=torch.float32, device=device)
     sources, sizes = _sources(gradients, rope)
     _join[(chunks, width // head_dim)](
-        *sources, d_qkv, sums, *sizes, rope is not None, summed, group, head_dim // 2, _TOKENS, _TILES_DOWN, num_warps=4
+        *sources,
+        d_qkv,
+        sums,
+        *sizes,
+        rope is not None,
+        summed is not None,
+        group,
+        head_dim // 2,
+        _TOKENS,
+        _TILES_DOWN,
+        num_warps=4,
     )
-    return d_qkv, None if sums is None else sums.sum(0)
+    return d_qkv, None if sums is None or summed is None else sum_rows(sums, summed)
 
 
 def join_rounded(
-    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: bool
+    gradients: Sequence[Tensor], rope: tuple[Tensor, Tensor] | None, group: int, *, summed: torch.dtype | None
 ) -> tuple[Quantised, Tensor | None]:
     """Return what `join` does, rounded to 8 bits, with batch and seq as one dimension, which is a multiple of 16."""
     batch, kv_heads, seq, head_dim = gradients[1].shape
@@ -209,13 +223,13 @@ def join_rounded(
     parts = largest_of(*([g if _is_dense(g) else g.contiguous() for g in gradients] if whole is None else [whole]))
     room = room_for(batch * seq, width, GRADIENT, device)
     chunks = triton.cdiv(batch * seq, 4 * _QUADS)
-    sums = torch.empty((chunks, width), dtype=torch.float32, device=device) if summed else None
+    sums = None if summed is None else torch.empty((chunks, width), dtype=torch.float32, device=device)
     sources, sizes = _sources(gradients, rope)
     _join_rounded[(chunks, width // head_dim)](
-        *sources, *room, parts, len(parts), sums, batch * seq // 4, *sizes, rope is not None, summed, torch.finfo(GRADIENT).max, SLOTS,
+        *sources, *room, parts, len(parts), sums, batch * seq // 4, *sizes, rope is not None, summed is not None, torch.finfo(GRADIENT).max, SLOTS,
         group, head_dim // 2, _QUADS, num_warps=2,
     )  # fmt: skip
-    return room, None if sums is None else sums.sum(0)
+    return room, None if sums is None or summed is None else sum_rows(sums, summed)
 
 
 def _sources(
@@ -265,5 +279,4 @@ class SplitHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         rope, group, bias_dtype = ctx.form
-        d_qkv, sums = join(gradients, rope, group, summed=bias_dtype is not None)
-        return d_qkv, None if sums is None else sums.to(bias_dtype), None, None, None
+        return *join(gradients, rope, group, summed=bias_dtype), None, None, None

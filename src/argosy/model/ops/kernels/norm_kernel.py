@@ -1,8 +1,7 @@
 """The residual sum and norm in one pass over memory, and their gradients in another.
 
 A program takes whole rows. In the backward pass few programs take many rows each, so that the sums over rows (the gradients
-of the norm's weight and bias and of the added bias) stay in registers until the end. Torch then sums the programs' results in
-a fixed order, so that the result is deterministic.
+of the norm's weight and bias and of the added bias) stay in registers until the end. `sum_rows` adds them up.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
 from argosy.model.ops.largest import note
 
 # Programs in the backward pass: four for each multiprocessor of an H100 or H200.
@@ -173,7 +173,8 @@ class AddNorm(torch.autograd.Function):
             measured, block, _STAGES, num_warps=max(2, min(16, block // 1024)),
         )  # fmt: skip
         note(d_x, found)
-        sums = partial.sum(1)
+        dtypes = [weight.dtype, *(dtype for dtype in (bias_dtype, y_bias_dtype) if dtype is not None)]
+        sums = sum_rows(partial, weight.dtype if len(set(dtypes)) == 1 else torch.float32)
         d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
         d_y_bias = None if y_bias_dtype is None else sums[-1].to(y_bias_dtype)
         return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None, None
@@ -192,27 +193,6 @@ def _add(x, y, y_bias, out, rows, width, R: tl.constexpr, C: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _column_sums(x, sums, rows, width, R: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr):
-    col = tl.program_id(0) * C + tl.arange(0, C)
-    total = tl.zeros((R, C), tl.float32)
-    for tile in tl.range(0, TILES, num_stages=3):
-        row = (tl.program_id(1).to(tl.int64) * TILES + tile) * R + tl.arange(0, R)
-        inside = (row < rows)[:, None] & (col < width)[None, :]
-        total += tl.load(x + row[:, None] * width + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums + tl.program_id(1) * width + col, tl.sum(total, 0), mask=col < width)
-
-
-def column_sums(x: Tensor) -> Tensor:
-    """Return the sums of the columns of x [.., width], which is contiguous, in 32 bits."""
-    width = x.shape[-1]
-    rows = x.numel() // width
-    chunks = triton.cdiv(rows, 16 * 16)
-    partial = torch.empty((chunks, width), dtype=torch.float32, device=x.device)
-    _column_sums[(triton.cdiv(width, 256), chunks)](x, partial, rows, width, 16, 256, 16, num_warps=4)
-    return partial.sum(0)
-
-
 class Add(torch.autograd.Function):
     """Returns x + y + y_bias."""
 
@@ -229,7 +209,7 @@ class Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_out = gradients[0].contiguous()
-        return d_out, d_out, column_sums(d_out).to(ctx.bias_dtype)
+        return d_out, d_out, column_sums(d_out, ctx.bias_dtype)
 
 
 def _warps(block: int) -> int:
