@@ -17,6 +17,7 @@ from argosy.model.attention import BACKENDS, Case, Mask, bounds_of, choose_backe
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form
 from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_sums, hopper_tiles
+from argosy.model.ops.largest import noted
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 
@@ -147,6 +148,9 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, ma
         assert torch.equal(ours, theirs)
     if HOPPER:
         assert [d.stride() for d in found[0]] == [part.stride() for part in parts]
+        for gradients in found:
+            largest = {id(noted(d)): noted(d) for d in gradients}
+            assert [float(one.max()) for one in largest.values()] == [max(float(d.abs().max()) for d in gradients)]  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
@@ -293,7 +297,7 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
         made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32"} | bounds, ["scale"], constants | known)
         assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
     logs = {"logs": f"tensordesc<fp32[1, 128],{sums._LOGS!r}>"}
-    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "norms": "*fp32", "largest": "*fp32"}
+    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "norms": "*fp32", "largest": "*fp32", "found": "*i32"}
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
     for bounds, known in (unbounded("last"), bounded("last")):
         constants = heads | {"SECTION": 2} | known
@@ -341,6 +345,7 @@ torch.testing.assert_close(most[..., 1], v.norm(dim=-1).amax(1))
 row, column = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
 by_fragments = ((row // 16) * 8 + column // 8) * 128 + (row % 8) * 4 + (column % 8) // 2 + (row % 16 // 8 * 2 + column % 2) * 32
 by_rows = row // 2 * 128 + row % 2 * 16 + column // 4 + column % 4 * 32
+numbers = _UNITS.value, _LEAST.value, _TWICE.value, 3
 units = (norms * (_TWICE.value * most.prod(-1).repeat_interleave(group, 1) / _UNITS.value)[..., None])
 for width, place in ((64, by_fragments), (128, by_rows)):
     assert torch.equal(place.flatten().sort().values, torch.arange(4096))
@@ -348,8 +353,9 @@ for width, place in ((64, by_fragments), (128, by_rows)):
     sums = torch.empty(batch, heads, seq // 64, width // 64, 4096, dtype=torch.int32)
     sums[..., place] = halves
     d_q = torch.empty(batch, seq, heads, width + 32)[..., :width]
-    places = d_q.stride()[1:3]
-    after[grid](sums, norms, largest, d_q, seq, heads, *places, 0.5, group, width, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
+    places, found = d_q.stride()[1:3], torch.zeros(3, dtype=torch.int32)
+    after[grid](sums, norms, largest, d_q, found, seq, heads, *places, 0.5, group, width, 64, 64, *numbers)
+    assert found.view(torch.float32).max() == d_q.abs().max() and found.all()
     wanted = halves.transpose(3, 4).flatten(4, 5).flatten(2, 3) * units[..., None] * 0.5
     torch.testing.assert_close(d_q, wanted.transpose(1, 2))
 # What is not a number stays none: in dO for its query, in K or V for all queries of the head.
@@ -358,7 +364,9 @@ largest = torch.zeros_like(largest, dtype=torch.int32)
 before[grid](out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, 64, 64, _LEAST.value)
 d_q = torch.empty(batch, seq, heads, 64)
 sums = torch.zeros(batch * heads * seq * 64, dtype=torch.int32)
-after[grid](sums, norms, largest.view(torch.float32), d_q, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, 64, _UNITS.value, _LEAST.value, _TWICE.value)
+found.zero_()
+after[grid](sums, norms, largest.view(torch.float32), d_q, found, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, 64, *numbers)
+assert found.view(torch.float32).max() == torch.inf
 lost = d_q.isnan().all(-1)
 assert lost[0, :, 2:].all() and lost[1, :, :2].all() and lost[1, 2, 3] and int(lost.sum()) == 2 * 2 * seq + 1
 print("equal")

@@ -182,6 +182,29 @@ def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, s
         assert torch.equal(ours.float(), theirs.float())
 
 
+def test_maxima_that_attention_has_found_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [torch.randn(2, 2, 32, 16, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    expected, _ = heads_kernel.join_rounded(gradients, None, 1, summed=None)
+    found = torch.stack([gradient.abs().max().float() for gradient in gradients])
+    by_token = [gradient.transpose(1, 2) for gradient in gradients]
+    for gradient in by_token:
+        largest.note(gradient, found)
+    carried = [largest.transposed(gradient) for gradient in by_token]
+    with monkeypatch.context() as patch:
+        patch.delattr(heads_kernel, "largest_of")
+        rounded, _ = heads_kernel.join_rounded(carried, None, 1, summed=None)
+    for ours, theirs in zip(rounded, expected, strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+    # Of one of three, or changed since: they are searched.
+    largest.note(carried[1], found.clone())
+    assert heads_kernel._noted(carried) is None
+    largest.note(carried[1], found)
+    assert heads_kernel._noted(carried) is found
+    carried[2].mul_(2)
+    assert heads_kernel._noted(carried) is None
+    assert heads_kernel._noted(gradients) is None
+
+
 def test_gradients_of_other_layouts_are_not_taken_for_a_joined_one() -> None:
     whole = torch.randn(2, 5, 2, 3, 16, device=DEVICE)
     q, k, v = (t.transpose(1, 2) for t in whole.unbind(3))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops import flash, hopper
+from argosy.model.ops.largest import transposed
 from argosy.model.ops.operators import operator
 
 
@@ -59,8 +60,7 @@ KERNELS: dict[str, Kernels] = {"flash": flash, "hopper": hopper}
 
 def attend(kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the attention of q, k, v [batch, heads, seq, head_dim], computed by the named kernels."""
-    by_token = (t.transpose(1, 2) for t in (q, k, v))
-    out: Tensor = _Attend.apply(kernels, form, *by_token, *(form.bounds or (None, None)))
+    out: Tensor = _Attend.apply(kernels, form, q, k, v, *(form.bounds or (None, None)))
     return out.transpose(1, 2)
 
 
@@ -70,7 +70,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None
     ) -> Tensor:
         out: Tensor
-        out, lse = _forward(kernels, q, k, v, *form[:3], first, last)
+        out, lse = _forward(kernels, *(t.transpose(1, 2) for t in (q, k, v)), *form[:3], first, last)
         ctx.save_for_backward(q, k, v, out, lse, first, last)
         ctx.how = (kernels, *form[:3])
         return out
@@ -78,10 +78,12 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         kernels, *form = ctx.how
-        *tensors, first, last = ctx.saved_tensors
+        q, k, v, out, lse, first, last = ctx.saved_tensors
+        by_token = (t.transpose(1, 2) for t in (q, k, v))
         # The operator's results are contiguous. Kernels may have better places for them.
         compute: Any = _backward if torch.compiler.is_compiling() else _gradients
-        return None, None, *compute(kernels, gradients[0], *tensors, *form, first, last), None, None
+        found = compute(kernels, gradients[0], *by_token, out, lse, *form, first, last)
+        return None, None, *map(transposed, found), None, None
 
 
 def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

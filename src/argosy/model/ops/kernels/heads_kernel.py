@@ -17,7 +17,7 @@ from torch import Tensor
 from argosy.model.ops.fp8 import GRADIENT, Quantised
 from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
-from argosy.model.ops.largest import SLOTS
+from argosy.model.ops.largest import SLOTS, noted
 
 # Tokens per tile and tiles per program in `_join`, and quads of tokens per tile in `_join_rounded`, whose programs have one tile each.
 _TOKENS, _TILES_DOWN = 32, 8
@@ -219,8 +219,9 @@ def join_rounded(
     """Return what `join` does, rounded to 8 bits, with batch and seq as one dimension, which is a multiple of 16."""
     batch, kv_heads, seq, head_dim = gradients[1].shape
     width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
-    whole = _whole(gradients)
-    parts = largest_of(*([g if _is_dense(g) else g.contiguous() for g in gradients] if whole is None else [whole]))
+    parts = _noted(gradients)
+    if parts is None:
+        parts = largest_of(*(g if _is_dense(g) else g.contiguous() for g in gradients))
     room = room_for(batch * seq, width, GRADIENT, device)
     chunks = triton.cdiv(batch * seq, 4 * _QUADS)
     sums = None if summed is None else torch.empty((chunks, width), dtype=torch.float32, device=device)
@@ -256,6 +257,12 @@ def _whole(gradients: Sequence[Tensor]) -> Tensor | None:
     if any(g.untyped_storage().data_ptr() != q.untyped_storage().data_ptr() for g in (k, v)):
         return None
     return q.as_strided((batch, seq, width), (seq * width, width, 1))
+
+
+def _noted(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Return the largest magnitudes of parts of all gradients, if one kernel has found them together."""
+    found = [noted(gradient) for gradient in gradients]
+    return found[0] if all(one is found[0] for one in found) else None
 
 
 def _is_dense(x: Tensor) -> bool:

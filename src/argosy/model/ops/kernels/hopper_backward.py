@@ -187,7 +187,7 @@ def _worker(
 
 @gluon.jit
 def _attention_backward(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, last, last_batch,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, found, last, last_batch,
     key_blocks, seq, q_head, k_head, v_head, d_out_head, d_token, d_head, scale, plain_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -212,7 +212,7 @@ def _attention_backward(
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
-    out = (d_k_out, d_v_out, d_token, d_head, plain_scale)
+    out = (d_k_out, d_v_out, found, d_token, d_head, plain_scale)
     bounds = (last, last_batch)
     gl.warp_specialize([
         (_worker, (here, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),

@@ -25,7 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import bound, described
-from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, section
+from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, section
+from argosy.model.ops.largest import note
 
 _LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 # Columns of dQ that are written at a time.
@@ -100,11 +101,11 @@ def _attention_before(
 
 @triton.jit
 def _attention_after(
-    sums, norms, largest, d_q, seq, heads, token_stride, head_stride, plain_scale,
+    sums, norms, largest, d_q, found, seq, heads, token_stride, head_stride, plain_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr,
-    TWICE: tl.constexpr,
+    TWICE: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of R queries of a head from its sums, PART columns at a time.
+    """Write dQ of R queries of a head from its sums, PART columns at a time, and raise one of the FOUND maxima of all gradients.
 
     The sums of heads of 64 are stored by 16 rows, 8 columns, half of the 16 rows, column of a pair, row of 8, pair of columns; those of
     heads of 128 by half of the columns, pair of rows, column of four, row of the pair, four columns.
@@ -126,6 +127,7 @@ def _attention_after(
             x = tl.permute(tl.reshape(x, [R // 2, 4, 2, PART // 4]), [0, 2, 3, 1])
         x = (tl.reshape(x, [R, PART]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
         tl.store(d_q + token[:, None] + part * PART + tl.arange(0, PART)[None, :], x)
+        _raise(found + tl.program_id(0) % FOUND, tl.abs(x.to(tl.float32)))
 
 
 def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -146,7 +148,7 @@ def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 def run_backward(
     kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ."""
+    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ. The largest magnitudes in all three are noted."""
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
@@ -154,7 +156,9 @@ def run_backward(
     sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
     norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
-    largest = torch.zeros(batch * kv_heads * 2, dtype=torch.int32, device=q.device)
+    largest, found = torch.zeros(batch * kv_heads * 2 + _FOUND.value, dtype=torch.int32, device=q.device).tensor_split(
+        [batch * kv_heads * 2]
+    )
     tiles = (batch * heads * (seq // side),)
     strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
     _attention_before[tiles](
@@ -163,12 +167,14 @@ def run_backward(
     largest = largest.view(torch.float32)
     kernel[(batch * kv_heads * key_blocks,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
-        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, *bound(last),
+        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, found, *bound(last),
         key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), *d_k.stride()[1:3],
         scale / math.log(2), scale, kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
     )  # fmt: skip
     _attention_after[tiles](
-        sums, norms, largest, d_q, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _PART, _UNITS.value, _LEAST.value,
-        _TWICE.value, num_warps=4,
+        sums, norms, largest, d_q, found, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _PART, _UNITS.value, _LEAST.value,
+        _TWICE.value, _FOUND.value, num_warps=4,
     )  # fmt: skip
+    for gradient in (d_q, d_k, d_v):
+        note(gradient, found.view(torch.float32))
     return d_q, d_k, d_v
