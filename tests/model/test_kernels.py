@@ -92,6 +92,26 @@ def test_norms(dtype: torch.dtype, rms: bool, biased: bool, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
+    dtype: torch.dtype, rms: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless something else reads the sum too, and adds to its gradient."""
+    passes: list[torch.Size] = []
+    compute = norm_kernel.column_sums
+    monkeypatch.setattr(norm_kernel, "column_sums", lambda x, dtype: passes.append(x.shape) or compute(x, dtype))
+
+    def sum_and_norm(x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        total = norm.add(x, y, y_bias)
+        return *norm.split_norm(total, weight, None, eps=1e-5, rms=rms), *([total * 3] if again else [])
+
+    x, y = torch.randn(2, 2, 5, 48).unbind()
+    both(sum_and_norm, {"x": x, "y": y, "y_bias": torch.randn(48), "weight": torch.randn(48)}, dtype)
+    assert len(passes) == again
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_activations(dtype: torch.dtype, kind: str, biased: bool) -> None:

@@ -115,6 +115,10 @@ def _backward(
         tl.store(d_y_bias + at, sum_x, mask=inside)
 
 
+# Attributes of tensors: the norm that reads a tensor shall sum the rows of its gradient; and their sum, with the gradient's version.
+_WANTS_SUMS, _SUMS = "_argosy_wants_sums", "_argosy_sums"
+
+
 class AddNorm(torch.autograd.Function):
     """Returns x + y + y_bias and its norm. Without y it returns x and its norm, which saves adding the two gradients of x.
 
@@ -126,6 +130,7 @@ class AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         rms: bool, measured: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        summed = y is None and hasattr(x, _WANTS_SUMS)
         x = x.contiguous()
         y = None if y is None else y.contiguous()
         width = x.shape[-1]
@@ -143,7 +148,7 @@ class AddNorm(torch.autograd.Function):
         note(out, found)
         ctx.save_for_backward(total, weight, statistics)
         dtypes = (None if bias is None else bias.dtype, None if y_bias is None else y_bias.dtype)
-        ctx.form = (rms, measured, *dtypes, y is not None)
+        ctx.form = (rms, measured, *dtypes, y is not None, summed)
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -151,7 +156,7 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_total, d_out = gradients
         total, weight, statistics = ctx.saved_tensors
-        rms, measured, bias_dtype, y_bias_dtype, has_y = ctx.form
+        rms, measured, bias_dtype, y_bias_dtype, has_y, summed = ctx.form
         # Nothing reads the norm.
         if d_out is None:
             return d_total, d_total if has_y else None, None, None, None, None, None, None
@@ -162,14 +167,15 @@ class AddNorm(torch.autograd.Function):
         d_x = torch.empty_like(total)
         rows_each = triton.cdiv(rows, _PROGRAMS)
         programs = triton.cdiv(rows, rows_each)
-        # The sums over rows: the norm's weight, its bias, y's bias.
-        kinds = 1 + (bias_dtype is not None) + (y_bias_dtype is not None)
+        # The sums over rows: the norm's weight, its bias, and y's bias or what `Add` wants.
+        summed = summed or y_bias_dtype is not None
+        kinds = 1 + (bias_dtype is not None) + summed
         partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(width)
         found = torch.empty(programs, dtype=torch.float32, device=total.device) if measured else None
         _backward[(programs,)](
             d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[min(1, kinds - 1)],
-            partial[-1], found, rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms,
+            partial[-1], found, rows, width, rows_each, d_total is not None, summed, bias_dtype is not None, rms,
             measured, block, _STAGES, num_warps=max(2, min(16, block // 1024)),
         )  # fmt: skip
         note(d_x, found)
@@ -177,6 +183,8 @@ class AddNorm(torch.autograd.Function):
         sums = sum_rows(partial, weight.dtype if len(set(dtypes)) == 1 else torch.float32)
         d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
         d_y_bias = None if y_bias_dtype is None else sums[-1].to(y_bias_dtype)
+        if summed and y_bias_dtype is None:
+            setattr(d_x, _SUMS, (sums[-1], d_x._version))
         return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None, None
 
 
@@ -194,7 +202,7 @@ def _add(x, y, y_bias, out, rows, width, R: tl.constexpr, C: tl.constexpr):
 
 
 class Add(torch.autograd.Function):
-    """Returns x + y + y_bias."""
+    """Returns x + y + y_bias. The gradient of the bias is summed by the backward pass of the norm that reads the result, if one does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, y_bias: Tensor) -> Tensor:
@@ -204,12 +212,16 @@ class Add(torch.autograd.Function):
         out = torch.empty_like(x)
         _add[(triton.cdiv(width, 256) * triton.cdiv(rows, 16),)](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
         ctx.bias_dtype = y_bias.dtype
+        setattr(out, _WANTS_SUMS, True)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_out = gradients[0].contiguous()
-        return d_out, d_out, column_sums(d_out, ctx.bias_dtype)
+        sums, version = getattr(d_out, _SUMS, (None, None))
+        if sums is None or version != d_out._version:
+            return d_out, d_out, column_sums(d_out, ctx.bias_dtype)
+        return d_out, d_out, sums.to(ctx.bias_dtype)
 
 
 def _warps(block: int) -> int:
