@@ -102,7 +102,8 @@ def train(name: str, work: Work, folder: Path, steps: int, more: list[str]) -> d
     rows = [row for row in rows if "step_s" in row]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     first = next((event["time"] for event in events if event["event"] == "memory"), rows[0]["time"])
-    late = [row for row in rows if row["step"] > steps // 2] or rows[-1:]
+    # A row has the mean of the steps since the last one. In the first row, kernels are compiled.
+    late = [row for row in rows[1:] if row["step"] > steps // 2] or rows[-1:]
     resolved = json.loads((run / "resolved.json").read_text())
     return {
         "step_s": statistics.median(row["step_s"] for row in late),

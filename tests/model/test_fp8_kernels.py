@@ -17,6 +17,7 @@ from argosy.model.ops.choice import kernels
 from argosy.model.ops.fp8 import fp8_matmuls
 from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.kernels import fp8_mlp_kernel, heads_kernel
+from argosy.model.ops.largest import is_wanted
 from argosy.model.positions import rope_tables
 
 ROWS = 144 if DEVICE == "cuda" else 48
@@ -107,7 +108,9 @@ def test_heads_are_as_exact_as_a_matmul_and_a_split(rope: bool, kv_heads: int, g
     def fused(given: Sequence[Tensor]) -> Sequence[Tensor]:
         x, weight, *bias = given
         rounds = Given(weight, bias[0] if bias else None, fuses=True)
-        return heads.project_heads(rounds, x, tables, group=group, head_dim=head_dim)
+        found = heads.project_heads(rounds, x, tables, group=group, head_dim=head_dim)
+        assert is_wanted(found[0])  # attention is to note the largest gradients
+        return found
 
     def apart(given: Sequence[Tensor]) -> Sequence[Tensor]:
         x, weight, *bias = given

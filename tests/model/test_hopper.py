@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 
 from argosy.model.attention import BACKENDS, Case, Mask, bounds_of, choose_backend, explicit_bias
 from argosy.model.ops import flash, hopper
-from argosy.model.ops.attention_backends import Form
+from argosy.model.ops.attention_backends import Form, attend
 from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_sums, hopper_tiles
-from argosy.model.ops.largest import noted
+from argosy.model.ops.largest import noted, want
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 
@@ -62,7 +62,7 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
     def attend_backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, measured: bool
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         group = q.shape[2] // k.shape[2]
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
@@ -139,7 +139,7 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, ma
     batch, seq, heads = 2, 256, 3
     parts = torch.randn(batch, seq, heads, 3, width, device=DEVICE, dtype=DTYPE).unbind(3)
     d_out = torch.randn(batch, seq, heads, width, device=DEVICE, dtype=DTYPE)
-    form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)))
+    form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)), measured=True)
     found = []
     for q, k, v in (parts, [part.contiguous() for part in parts]):
         out, lse = hopper.forward(q, k, v, form)
@@ -151,6 +151,25 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, ma
         for gradients in found:
             largest = {id(noted(d)): noted(d) for d in gradients}
             assert [float(one.max()) for one in largest.values()] == [max(float(d.abs().max()) for d in gradients)]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+def test_the_largest_gradients_are_noted_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[bool] = []
+    compute = hopper.backward
+
+    def backward(*tensors: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+        measured.append(form.measured)
+        return compute(*tensors, form)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(hopper, "backward", lambda *arguments: backward(*arguments[:-1], form=arguments[-1]))
+    leaves = [torch.randn(1, 2, 128, 64, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
+    for wanted in (False, True):
+        q, k, v = (leaf * 1 for leaf in leaves)
+        if wanted:
+            want(q)
+        attend("hopper", Form(True, None, None), q, k, v).float().square().sum().backward()
+    assert measured == [False, True]
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
@@ -299,9 +318,10 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
     logs = {"logs": f"tensordesc<fp32[1, 128],{sums._LOGS!r}>"}
     logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "norms": "*fp32", "largest": "*fp32", "found": "*i32"}
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
-    for bounds, known in (unbounded("last"), bounded("last")):
-        constants = heads | {"SECTION": 2} | known
-        made = compiled(kernel, width, blocks, logs | bounds, ["scale", "plain_scale"], constants)
+    for (bounds, known), found in ((unbounded("last"), {"found": None}), (bounded("last"), {"found": None}), (unbounded("last"), {})):
+        constants = heads | {"SECTION": 2} | known | found
+        pointers = {name: kind for name, kind in (logs | bounds).items() if name not in found}
+        made = compiled(kernel, width, blocks, pointers, ["scale", "plain_scale"], constants)
         assert made.asm["cubin"] and made.asm["ptx"].count("red.global.add.s32") >= 4
 print("compiled")
 """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops import flash, hopper
-from argosy.model.ops.largest import transposed
+from argosy.model.ops.largest import is_wanted, transposed
 from argosy.model.ops.operators import operator
 
 
@@ -35,6 +35,8 @@ class Form(NamedTuple):
     scale: float | None
     # Of kernels that compute only what is within them; others take a window.
     bounds: Bounds | None = None
+    # Note the largest magnitudes in the gradients (`argosy.model.ops.largest`), of kernels that can.
+    measured: bool = False
 
 
 class Kernels(Protocol):
@@ -73,16 +75,19 @@ class _Attend(torch.autograd.Function):
         out, lse = _forward(kernels, *(t.transpose(1, 2) for t in (q, k, v)), *form[:3], first, last)
         ctx.save_for_backward(q, k, v, out, lse, first, last)
         ctx.how = (kernels, *form[:3])
+        ctx.measured = not torch.compiler.is_compiling() and is_wanted(q)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        kernels, *form = ctx.how
+        kernels, causal, window, scale = ctx.how
         q, k, v, out, lse, first, last = ctx.saved_tensors
-        by_token = (t.transpose(1, 2) for t in (q, k, v))
-        # The operator's results are contiguous. Kernels may have better places for them.
-        compute: Any = _backward if torch.compiler.is_compiling() else _gradients
-        found = compute(kernels, gradients[0], *by_token, out, lse, *form, first, last)
+        d_out, (q, k, v) = gradients[0], (t.transpose(1, 2) for t in (q, k, v))
+        if torch.compiler.is_compiling():
+            found = _backward(kernels, d_out, q, k, v, out, lse, causal, window, scale, first, last)
+            return None, None, *(t.transpose(1, 2) for t in found), None, None
+        form = Form(causal, window, scale, _bounds(first, last), ctx.measured)
+        found = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
         return None, None, *map(transposed, found), None, None
 
 
@@ -129,26 +134,9 @@ def _backward(
     first: Tensor | None,
     last: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = d_out, q, k, v, out, lse
-    d_q, d_k, d_v = _gradients(kernels, *tensors, causal, window, scale, first, last)
+    form = Form(causal, window, scale, _bounds(first, last))
+    d_q, d_k, d_v = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
-
-
-def _gradients(
-    kernels: str,
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-    first: Tensor | None,
-    last: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return KERNELS[kernels].backward(d_out, q, k, v, out, lse, Form(causal, window, scale, _bounds(first, last)))
 
 
 def _bounds(first: Tensor | None, last: Tensor | None) -> Bounds | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from argosy.compat import scaled_mm
 from argosy.model.ops.fp8 import FORWARD, quantise, quantise_weights, scaled_product
+from argosy.model.ops.largest import want
 from argosy.model.ops.matmul import now_or_later
 
 
@@ -33,7 +34,9 @@ class Fp8Heads(torch.autograd.Function):
         ctx.save_for_backward(x8.transposed, x8.scale, w8.transposed, w8.scale)
         ctx.weight = weight
         ctx.form = (x.shape, x.dtype, rope, group, None if bias is None else bias.dtype)
-        return split(qkv.unflatten(0, x.shape[:-1]), rope, group, head_dim)
+        q, k, v = split(qkv.unflatten(0, x.shape[:-1]), rope, group, head_dim)
+        want(q)
+        return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -23,6 +23,15 @@ def noted(x: Tensor) -> Tensor | None:
     return found if version == x._version else None
 
 
+def want(x: Tensor) -> None:
+    """Ask the operation that reads x to note the largest magnitudes of its gradient, if it can."""
+    x.argosy_wants_largest = True  # type: ignore[attr-defined]
+
+
+def is_wanted(x: Tensor) -> bool:
+    return hasattr(x, "argosy_wants_largest")
+
+
 def transposed(x: Tensor) -> Tensor:
     """Return x with its second and third dimension exchanged, and what is noted of it."""
     view = x.transpose(1, 2)

@@ -105,7 +105,8 @@ def _attention_after(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr,
     TWICE: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of R queries of a head from its sums, PART columns at a time, and raise one of the FOUND maxima of all gradients.
+    """Write dQ of R queries of a head from its sums, PART columns at a time, and raise one of the FOUND maxima of all gradients, if these
+    are wanted.
 
     The sums of heads of 64 are stored by 16 rows, 8 columns, half of the 16 rows, column of a pair, row of 8, pair of columns; those of
     heads of 128 by half of the columns, pair of rows, column of four, row of the pair, four columns.
@@ -127,7 +128,8 @@ def _attention_after(
             x = tl.permute(tl.reshape(x, [R // 2, 4, 2, PART // 4]), [0, 2, 3, 1])
         x = (tl.reshape(x, [R, PART]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
         tl.store(d_q + token[:, None] + part * PART + tl.arange(0, PART)[None, :], x)
-        _raise(found + tl.program_id(0) % FOUND, tl.abs(x.to(tl.float32)))
+        if found is not None:
+            _raise(found + tl.program_id(0) % FOUND, tl.abs(x.to(tl.float32)))
 
 
 def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -146,9 +148,11 @@ def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 
 
 def run_backward(
-    kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None
+    kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
+    measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ. The largest magnitudes in all three are noted."""
+    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ. If `measured`, the largest magnitudes in all three
+    are noted."""
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
@@ -156,9 +160,8 @@ def run_backward(
     sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
     norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
-    largest, found = torch.zeros(batch * kv_heads * 2 + _FOUND.value, dtype=torch.int32, device=q.device).tensor_split(
-        [batch * kv_heads * 2]
-    )
+    maxima = torch.zeros(batch * kv_heads * 2 + _FOUND.value, dtype=torch.int32, device=q.device)
+    largest, found = maxima[: -_FOUND.value], maxima[-_FOUND.value :] if measured else None
     tiles = (batch * heads * (seq // side),)
     strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
     _attention_before[tiles](
@@ -175,6 +178,8 @@ def run_backward(
         sums, norms, largest, d_q, found, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _PART, _UNITS.value, _LEAST.value,
         _TWICE.value, _FOUND.value, num_warps=4,
     )  # fmt: skip
+    if found is not None:
+        found = found.view(torch.float32)
     for gradient in (d_q, d_k, d_v):
-        note(gradient, found.view(torch.float32))
+        note(gradient, found)
     return d_q, d_k, d_v

@@ -51,9 +51,9 @@ def _step(step, key_block, GROUP: gl.constexpr):
 def _store_gradients(
     out, d_k, d_v, pair, key_block, seq, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr, SUM: gl.constexpr
 ):  # fmt: skip
-    """Write the gradients of a worker's keys and values, and raise one of the maxima of all gradients.
+    """Write the gradients of a worker's keys and values, and raise one of the maxima of all gradients, if these are wanted.
 
-    `out` has where to write them, the maxima, the strides of tokens and heads, and the scale of dK."""
+    `out` has where to write them, the maxima or None, the strides of tokens and heads, and the scale of dK."""
     d_k_out, d_v_out, found, token_stride, head_stride, scale = out
     row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, SUM))[None, :]
@@ -63,12 +63,13 @@ def _store_gradients(
     d_v = d_v.to(gl.bfloat16)
     gl.store(d_k_out + first + (row * token_stride + column), d_k)
     gl.store(d_v_out + first + (row * token_stride + column), d_v)
-    # A maximum would ignore a NaN. Non-negative floats compare as integers do.
-    of_k = gl.abs(d_k.to(gl.float32))
-    of_v = gl.abs(d_v.to(gl.float32))
-    size = gl.maximum(gl.where(of_k == of_k, of_k, float("inf")), gl.where(of_v == of_v, of_v, float("inf")))
-    most = gl.max(gl.max(size, 1), 0)
-    gl.atomic_max(found + (key_block + pair) % _FOUND, most.to(gl.int32, bitcast=True), sem="relaxed")
+    if found is not None:
+        # A maximum would ignore a NaN. Non-negative floats compare as integers do.
+        of_k = gl.abs(d_k.to(gl.float32))
+        of_v = gl.abs(d_v.to(gl.float32))
+        size = gl.maximum(gl.where(of_k == of_k, of_k, float("inf")), gl.where(of_v == of_v, of_v, float("inf")))
+        most = gl.max(gl.max(size, 1), 0)
+        gl.atomic_max(found + (key_block + pair) % _FOUND, most.to(gl.int32, bitcast=True), sem="relaxed")
 
 
 def section(pairs: int, key_blocks: int) -> int:

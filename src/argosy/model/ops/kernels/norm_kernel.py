@@ -130,7 +130,8 @@ class AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         rms: bool, measured: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        summed = y is None and hasattr(x, _WANTS_SUMS)
+        # With maxima too, the registers do not suffice: a pass of its own is faster.
+        summed = y is None and not measured and hasattr(x, _WANTS_SUMS)
         x = x.contiguous()
         y = None if y is None else y.contiguous()
         width = x.shape[-1]
