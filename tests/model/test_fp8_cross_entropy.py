@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -118,6 +118,22 @@ def test_what_is_frozen_costs_no_matmul_and_gets_no_gradient(
     for name, gradient in found.gradients.items():
         assert (gradient is not None) == (name in wants)
         assert gradient is None or torch.equal(gradient, every.gradients[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wants", "widest"), [(("hidden",), 16), (("weight",), 32)])
+def test_a_frozen_head_keeps_the_gradients_of_one_chunk(
+    wants: tuple[str, ...], widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    compute = fp8_cross_entropy.rounded_gradient
+
+    def counted(*args: Any, **options: Any) -> Any:
+        widths.append(args[3].stride(0))
+        return compute(*args, **options)
+
+    monkeypatch.setattr(fp8_cross_entropy, "rounded_gradient", counted)
+    run(given(), fp8=True, wants=wants)
+    assert max(widths) == widest
 
 
 def test_it_is_for_gradients_and_widths_that_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,8 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
     def attend_backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, measured: bool
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, beside: bool,
+        measured: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         group = q.shape[2] // k.shape[2]
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
@@ -141,13 +142,15 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, ma
     d_out = torch.randn(batch, seq, heads, width, device=DEVICE, dtype=DTYPE)
     form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)), measured=True)
     found = []
-    for q, k, v in (parts, [part.contiguous() for part in parts]):
+    for (q, k, v), beside in ((parts, True), (parts, False), ([part.contiguous() for part in parts], True)):
         out, lse = hopper.forward(q, k, v, form)
-        found.append(hopper.backward(d_out, q, k, v, out, lse, form))
-    for ours, theirs in zip(*found, strict=True):
+        found.append(hopper.backward(d_out, q, k, v, out, lse, form._replace(beside=beside)))
+    for ours, apart, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+        assert torch.equal(apart, theirs)
     if HOPPER:
         assert [d.stride() for d in found[0]] == [part.stride() for part in parts]
+        assert all(d.is_contiguous() for d in (*found[1], *found[2]))
         for gradients in found:
             largest = {id(noted(d)): noted(d) for d in gradients}
             assert [float(one.max()) for one in largest.values()] == [max(float(d.abs().max()) for d in gradients)]  # type: ignore[union-attr]

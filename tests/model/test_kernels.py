@@ -93,22 +93,26 @@ def test_norms(dtype: torch.dtype, rms: bool, biased: bool, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", ["never", "before", "after", "hook"])
 def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
-    dtype: torch.dtype, rms: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rms: bool, again: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless something else reads the sum too, and adds to its gradient."""
+    """Unless something else reads the sum too, and adds to its gradient, or changes the gradient in place."""
     passes: list[torch.Size] = []
     compute = norm_kernel.column_sums
     monkeypatch.setattr(norm_kernel, "column_sums", lambda x, dtype: passes.append(x.shape) or compute(x, dtype))
 
     def sum_and_norm(x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         total = norm.add(x, y, y_bias)
-        return *norm.split_norm(total, weight, None, eps=1e-5, rms=rms), *([total * 3] if again else [])
+        if again == "hook":
+            total.register_hook(lambda gradient: gradient.mul_(2))
+        before = [total * 3] if again == "before" else []
+        both_parts = norm.split_norm(total, weight, None, eps=1e-5, rms=rms)
+        return *both_parts, *before, *([total * 3] if again == "after" else [])
 
     x, y = torch.randn(2, 2, 5, 48).unbind()
     both(sum_and_norm, {"x": x, "y": y, "y_bias": torch.randn(48), "weight": torch.randn(48)}, dtype)
-    assert len(passes) == again
+    assert len(passes) == (again != "never")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,6 +185,8 @@ def test_sums_over_rows(dtype: torch.dtype, rows: int, width: int) -> None:
     rounded = parts.to(dtype)
     found = row_sums_kernel.column_sums(rounded, torch.float32).double()
     torch.testing.assert_close(found, rounded.double().sum((0, 1)), rtol=1e-5, atol=1e-4)
+    for empty in (row_sums_kernel.column_sums(rounded[:, :0], dtype), row_sums_kernel.sum_rows(parts[0, :0], dtype)):
+        assert torch.equal(empty, torch.zeros(width, device=DEVICE, dtype=dtype))
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -200,6 +206,13 @@ def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, s
     rounded, _ = heads_kernel.join_rounded(gradients, None, group, summed=None)
     for ours, theirs in zip(rounded, heads_kernel.join_rounded(copies, None, group, summed=None)[0], strict=True):
         assert torch.equal(ours.float(), theirs.float())
+
+
+def test_gradients_of_tensors_that_overlap_get_room_of_their_own() -> None:
+    q, k, v = torch.randn(2, 48, 2, 3, 16, device=DEVICE).unbind(3)
+    room = hopper_sums.room_beside(q, k, v)
+    assert len({t.untyped_storage().data_ptr() for t in room}) == 1
+    assert len({t.untyped_storage().data_ptr() for t in hopper_sums.room_beside(q, k, k)}) == 3
 
 
 def test_maxima_that_attention_has_found_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,9 @@ def test_a_head_in_8_bits_holds_its_weight_and_the_gradients_of_a_group_of_chunk
         more - 2 * each - of_weight, abs=0.02
     )
     assert held("fp8", 2, 2, losses=2).logits == held("bf16", 2, 2, losses=2).logits
+    # A frozen head needs the gradients of one chunk alone, and none of the weight.
+    model = resolve_model("llama3-1b", ["lora.rank=8"])
+    assert held("fp8", 16, 16).logits - held("bf16", 16, 16).logits == pytest.approx(head, abs=0.02)
 
 
 def test_the_planner_knows_how_the_loss_is_cut() -> None:

@@ -235,22 +235,24 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
 
     A chunked loss holds the logits of two chunks, the current and the previous one. At its end it also holds the gradients of the head's
     input and, in 32 bits, of the head's weight. If the vocabulary is padded, it multiplies a padded copy of the weight. In 8 bits it holds
-    the transposed gradients of a group of chunks, and the logits of one with their gradient; then, in 32 bits, the gradient of the weight
-    and what the group adds to it.
+    the transposed gradients of a group of chunks, of one chunk if the weight is frozen, and the logits of one with their gradient; then, in
+    32 bits, the gradient of the weight and what the group adds to it.
     """
     vocab, judged = work.model.padded_vocab(layout.tp) / layout.tp, tokens * work.sizes.predicted
     if not stack.chunked_loss:
         return judged * vocab * stack.logit
     whole = 2 * judged * vocab
     chunks = ceil(whole / LOSS_CHUNK)
-    copied = 2 * vocab if vocab * layout.tp > work.model.vocab_size else 0.0
+    # 8-bit matmuls need a multiple of 16 columns.
+    is_padded = vocab * layout.tp > work.model.vocab_size or (rounds_head(work, stack) and vocab % 16 > 0)
+    copied = 2 * vocab if is_padded else 0.0
     of_weight = 0.0 if work.frozen else 4 * vocab * max(1, work.sample_losses * layout.micro_batch)
     ends = work.sizes.hidden * (2 * judged + copied)
     of_weight *= work.sizes.hidden
     if not rounds_head(work, stack):
         return min(2, chunks) * whole / chunks + of_weight + ends
     each = whole / chunks
-    together = min(chunks, max(1, int(LOSS_GROUP // (each / 2))))
+    together = 1 if work.frozen else min(chunks, max(1, int(LOSS_GROUP // (each / 2))))
     # In a later group's chunk, or at the matmul at a group's end.
     most = max(1.5 * each + of_weight * (together < chunks), of_weight * (1 + (together < chunks)))
     rounded = 0.0 if keeps_rounded(work, layout, stack) else _rounded_head(work, layout, stack)

@@ -35,7 +35,9 @@ class Form(NamedTuple):
     scale: float | None
     # Of kernels that compute only what is within them; others take a window.
     bounds: Bounds | None = None
-    # Note the largest magnitudes in the gradients (`argosy.model.ops.largest`), of kernels that can.
+    # What a backward pass that is not compiled may ask for, of kernels that can: gradients that are parts of one tensor where q, k and v
+    # are, and their largest magnitudes noted (`argosy.model.ops.largest`).
+    beside: bool = False
     measured: bool = False
 
 
@@ -86,7 +88,7 @@ class _Attend(torch.autograd.Function):
         if torch.compiler.is_compiling():
             found = _backward(kernels, d_out, q, k, v, out, lse, causal, window, scale, first, last)
             return None, None, *(t.transpose(1, 2) for t in found), None, None
-        form = Form(causal, window, scale, _bounds(first, last), ctx.measured)
+        form = Form(causal, window, scale, _bounds(first, last), beside=True, measured=ctx.measured)
         found = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
         return None, None, *map(transposed, found), None, None
 

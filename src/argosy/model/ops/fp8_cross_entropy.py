@@ -60,7 +60,8 @@ def fp8_head_loss(
     d_bias: Tensor | None = None
     total = torch.zeros((), device=hidden.device)
     cross_entropy = torch.zeros((), device=hidden.device)
-    together = rows_together(form.rows, len(head))
+    # Without a gradient of the head, no matmul reads the transposed gradients.
+    together = rows_together(form.rows, len(head)) if wants[1] else form.rows
     for begin in range(0, len(hidden), together):
         group = hidden[begin : begin + together]
         d_transposed = torch.empty((len(head), len(group)), dtype=GRADIENT, device=hidden.device)

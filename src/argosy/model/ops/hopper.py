@@ -56,6 +56,7 @@ class Kernels(Protocol):
         lse: Tensor,
         scale: float,
         last: Tensor | None,
+        beside: bool,
         measured: bool,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -87,7 +88,7 @@ def backward(
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
     last = form.bounds and form.bounds.last
-    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last, form.measured)
+    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last, form.beside, form.measured)
     if copies > 1:
         d_k, d_v = (t.unflatten(2, (-1, copies)).sum(3) for t in (d_k, d_v))
     return d_q, d_k, d_v

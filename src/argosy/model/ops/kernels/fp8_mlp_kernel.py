@@ -232,7 +232,8 @@ def gradient_scale(d8: Quantised, norms: Tensor, largest: Tensor, *, gated: bool
 def rounded_gradient(
     d_out: Tensor, y: Tensor, kind: str, scale: Tensor, *, gated: bool, summed: torch.dtype | None
 ) -> tuple[Quantised, Tensor | None]:
-    """Return the gradient of y, rounded with a scale, given that of the activation; and its sum over rows, of type `summed`, if that is given."""
+    """Return the gradient of y, rounded with a scale, given that of the activation; and its sum over rows, of type `summed`, if that is
+    given."""
     rows, width = d_out.shape
     tiles = 1 if summed is None else _TILES_DOWN
     chunks = triton.cdiv(rows, 4 * _QUADS * tiles)

@@ -198,18 +198,8 @@ def join(
     sums = None if summed is None else torch.empty((chunks, width), dtype=torch.float32, device=device)
     sources, sizes = _sources(gradients, rope)
     _join[(chunks, width // head_dim)](
-        *sources,
-        d_qkv,
-        sums,
-        *sizes,
-        rope is not None,
-        summed is not None,
-        group,
-        head_dim // 2,
-        _TOKENS,
-        _TILES_DOWN,
-        num_warps=4,
-    )
+        *sources, d_qkv, sums, *sizes, rope is not None, summed is not None, group, head_dim // 2, _TOKENS, _TILES_DOWN, num_warps=4
+    )  # fmt: skip
     return d_qkv, None if sums is None or summed is None else sum_rows(sums, summed)
 
 

@@ -223,12 +223,14 @@ def _attention_backward(
 
 
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, measured: bool
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, beside: bool,
+    measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v [batch, seq, heads, 64], given the forward pass's `out` and `lse`.
 
     Args:
         last: the last query that sees each key, [1 or batch, seq]; None if the last of all sees all.
+        beside: write the gradients to parts of one tensor, if q, k and v are such.
         measured: note the largest magnitudes in the gradients.
     """
-    return run_backward(_attention_backward, d_out, q, k, v, out, lse, scale, last, measured)
+    return run_backward(_attention_backward, d_out, q, k, v, out, lse, scale, last, beside, measured)

@@ -228,7 +228,8 @@ def _attention_backward_128(
 
 
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, measured: bool
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, beside: bool,
+    measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `hopper_backward.attend_backward` does, for [batch, seq, heads, 128]."""
-    return run_backward(_attention_backward_128, d_out, q, k, v, out, lse, scale, last, measured)
+    return run_backward(_attention_backward_128, d_out, q, k, v, out, lse, scale, last, beside, measured)

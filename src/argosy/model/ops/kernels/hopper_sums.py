@@ -140,23 +140,25 @@ def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         t.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and t.stride()[:2] == (seq * token, token)
         for t in tensors
     )
-    if not together or sum(t.numel() for t in tensors) != batch * seq * token:
-        return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
-    whole = torch.empty(batch * seq * token, dtype=q.dtype, device=q.device)
+    # The kernels write dK and dV with the same strides.
+    apart = len({t.storage_offset() for t in tensors}) == 3 and k.stride() == v.stride()
+    if not together or not apart or sum(t.numel() for t in tensors) != batch * seq * token:
+        return [q.new_empty(t.shape) for t in tensors]
+    whole = q.new_empty(batch * seq * token)
     first = min(t.storage_offset() for t in tensors)
     return [whole.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in tensors]
 
 
 def run_backward(
     kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-    measured: bool,
+    beside: bool, measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ. If `measured`, the largest magnitudes in all three
-    are noted."""
+    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ: contiguous, or if `beside` as `room_beside` has room
+    for them. If `measured`, the largest magnitudes in all three are noted."""
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
-    d_q, d_k, d_v = room_beside(q, k, v)
+    d_q, d_k, d_v = room_beside(q, k, v) if beside else [q.new_empty(t.shape) for t in (q, k, v)]
     sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
     norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)

@@ -6,6 +6,8 @@ found. torch's own sum takes three times as long for so few numbers, and rounds 
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +35,8 @@ def sum_rows(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sums [.., width] over the rows of 32-bit parts [.., rows, width], rounded to `dtype`."""
     *kinds, rows, width = parts.shape
     sums = torch.empty((*kinds, width), dtype=dtype, device=parts.device)
-    grid = (triton.cdiv(width, _COLS), parts.numel() // (rows * width))
-    _sum_rows[grid](parts, sums, rows, width, _ROWS, _COLS, num_warps=4)
+    # Without rows, the sums are zeros.
+    _sum_rows[(triton.cdiv(width, _COLS), prod(kinds))](parts, sums, rows, width, _ROWS, _COLS, num_warps=4)
     return sums
 
 
