@@ -115,6 +115,21 @@ def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
     assert len(passes) == (again != "never")
 
 
+def test_a_frozen_bias_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(norm_kernel, "column_sums")
+    monkeypatch.delattr(heads_kernel, "sum_rows")
+    frozen = torch.randn(48, device=DEVICE)
+    x, y = (torch.randn(2, 8, 48, device=DEVICE, requires_grad=True) for _ in range(2))
+    with kernels(True):
+        total = norm.add(x, y, frozen)
+        assert not hasattr(total, norm_kernel._WANTS_SUMS)
+        parts = heads.project_heads(Given(torch.eye(48, device=DEVICE), frozen), total, None, group=1, head_dim=16)
+        torch.stack([part * (n + 1) for n, part in enumerate(parts)]).sum().backward()
+    # Each column of the projection is in one part.
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.arange(1.0, 4, device=DEVICE).repeat_interleave(16).expand(2, 8, 48))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("biased", [False, True])

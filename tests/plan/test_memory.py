@@ -91,6 +91,10 @@ def test_a_head_in_8_bits_holds_its_weight_and_the_gradients_of_a_group_of_chunk
         more - 2 * each - of_weight, abs=0.02
     )
     assert held("fp8", 2, 2, losses=2).logits == held("bf16", 2, 2, losses=2).logits
+    # A vocabulary that is no multiple of 16 is copied, with padding.
+    odd = resolve_model("llama3-1b", ["vocab_size=128255", "vocab_multiple=1"])
+    found, even = (stages(Work(m, 2048, 2, precision="fp8"), Layout(micro_batch=2))[0].logits for m in (odd, model))
+    assert found - even == pytest.approx(2 * head, abs=0.01)
     # A frozen head needs the gradients of one chunk alone, and none of the weight.
     model = resolve_model("llama3-1b", ["lora.rank=8"])
     assert held("fp8", 16, 16).logits - held("bf16", 16, 16).logits == pytest.approx(head, abs=0.02)

@@ -276,4 +276,5 @@ class SplitHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         rope, group, bias_dtype = ctx.form
-        return *join(gradients, rope, group, summed=bias_dtype), None, None, None
+        summed = bias_dtype if ctx.needs_input_grad[1] else None
+        return *join(gradients, rope, group, summed=summed), None, None, None

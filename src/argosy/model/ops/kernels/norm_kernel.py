@@ -213,12 +213,15 @@ class Add(torch.autograd.Function):
         out = torch.empty_like(x)
         _add[(triton.cdiv(width, 256) * triton.cdiv(rows, 16),)](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
         ctx.bias_dtype = y_bias.dtype
-        setattr(out, _WANTS_SUMS, True)
+        if ctx.needs_input_grad[2]:
+            setattr(out, _WANTS_SUMS, True)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_out = gradients[0].contiguous()
+        if not ctx.needs_input_grad[2]:
+            return d_out, d_out, None
         sums, version = getattr(d_out, _SUMS, (None, None))
         if sums is None or version != d_out._version:
             return d_out, d_out, column_sums(d_out, ctx.bias_dtype)
