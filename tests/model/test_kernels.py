@@ -93,9 +93,11 @@ def test_norms(dtype: torch.dtype, rms: bool, biased: bool, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("again", ["never", "before", "after", "hook"])
+@pytest.mark.parametrize(
+    ("again", "measured"), [("never", False), ("never", True), ("before", False), ("after", True), ("hook", True)]
+)
 def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
-    dtype: torch.dtype, rms: bool, again: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rms: bool, again: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless something else reads the sum too, and adds to its gradient, or changes the gradient in place."""
     passes: list[torch.Size] = []
@@ -107,7 +109,7 @@ def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
         if again == "hook":
             total.register_hook(lambda gradient: gradient.mul_(2))
         before = [total * 3] if again == "before" else []
-        both_parts = norm.split_norm(total, weight, None, eps=1e-5, rms=rms)
+        both_parts = norm.split_norm(total, weight, None, eps=1e-5, rms=rms, measured=measured)
         return *both_parts, *before, *([total * 3] if again == "after" else [])
 
     x, y = torch.randn(2, 2, 5, 48).unbind()
@@ -505,3 +507,17 @@ def test_a_norm_notes_bounds_of_what_it_writes(operation: str) -> None:
     assert float(found.max()) == float(kept[0].abs().max())
     kept[0].mul_(2)
     assert largest.noted(kept[0]) is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_notes_a_gradient_that_is_no_number_as_infinite(bad: float) -> None:
+    x, y, weight = (torch.randn(shape, device=DEVICE).bfloat16().requires_grad_() for shape in ((9, 48), (9, 48), 48))
+    kept: list[Tensor] = []
+    d_total = torch.zeros(9, 48, device=DEVICE).bfloat16()
+    d_total[7, 11] = bad
+    with kernels(True):
+        total, out = norm.add_norm(x, _Gradient.apply(y, kept), None, weight, None, eps=1e-5, rms=True, measured=True)
+        torch.autograd.backward([total, out], [d_total, torch.ones_like(out)])
+    found = largest.noted(kept[0])
+    assert found is not None
+    assert float(found.max()) == float("inf")

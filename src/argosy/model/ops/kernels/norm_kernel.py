@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
-from argosy.model.ops.largest import note
+from argosy.model.ops.largest import SLOTS, note
 
-# Programs in the backward pass: four for each multiprocessor of an H100 or H200.
-_PROGRAMS = 528
+# Programs in the backward pass, and their warps, at least: four and about eight for each multiprocessor of an H100 or H200.
+_PROGRAMS, _WARPS = 528, SLOTS
 # Rows prefetched while one is processed. Without prefetch the pass takes twice as long.
 _STAGES = 3
 
@@ -62,6 +62,12 @@ def _forward(
 
 
 @triton.jit
+def _larger(a, b):
+    """Return the larger one, or NaN if one is: with one instruction."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _backward(
     d_out, d_total, total, weight, mean, rstd, d_x, d_weight, d_bias, d_y_bias, found, rows, width, rows_each,
     HAS_D_TOTAL: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr, MEASURED: tl.constexpr,
@@ -103,10 +109,9 @@ def _backward(
         tl.store(d_x + at, gradient, mask=inside)
         if MEASURED:
             size = tl.abs(tl.where(inside, gradient.to(tl.float32), 0.0))
-            size = tl.where(size == size, size, float("inf"))
-            most = tl.maximum(most, tl.max(tl.reshape(size, [BLOCK // 8, 8]), 1))
+            most = _larger(most, tl.reduce(tl.reshape(size, [BLOCK // 8, 8]), 1, _larger))
     if MEASURED:
-        tl.store(found + program, tl.max(most, 0))
+        tl.store(found + program, tl.max(tl.where(most == most, most, float("inf")), 0))
     at = program * width + cols
     tl.store(d_weight + at, sum_weight, mask=inside)
     if HAS_BIAS:
@@ -130,8 +135,7 @@ class AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         rms: bool, measured: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # With maxima too, the registers do not suffice: a pass of its own is faster.
-        summed = y is None and not measured and hasattr(x, _WANTS_SUMS)
+        summed = y is None and hasattr(x, _WANTS_SUMS)
         x = x.contiguous()
         y = None if y is None else y.contiguous()
         width = x.shape[-1]
@@ -166,18 +170,19 @@ class AddNorm(torch.autograd.Function):
         d_out = d_out.contiguous()
         d_total = None if d_total is None else d_total.contiguous()
         d_x = torch.empty_like(total)
-        rows_each = triton.cdiv(rows, _PROGRAMS)
+        block = triton.next_power_of_2(width)
+        warps = max(1, min(16, block // 1024))
+        rows_each = triton.cdiv(rows, max(_PROGRAMS, _WARPS // warps))
         programs = triton.cdiv(rows, rows_each)
         # The sums over rows: the norm's weight, its bias, and y's bias or what `Add` wants.
         summed = summed or y_bias_dtype is not None
         kinds = 1 + (bias_dtype is not None) + summed
         partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
-        block = triton.next_power_of_2(width)
         found = torch.empty(programs, dtype=torch.float32, device=total.device) if measured else None
         _backward[(programs,)](
             d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[min(1, kinds - 1)],
             partial[-1], found, rows, width, rows_each, d_total is not None, summed, bias_dtype is not None, rms,
-            measured, block, _STAGES, num_warps=max(2, min(16, block // 1024)),
+            measured, block, _STAGES, num_warps=warps,
         )  # fmt: skip
         note(d_x, found)
         dtypes = [weight.dtype, *(dtype for dtype in (bias_dtype, y_bias_dtype) if dtype is not None)]
