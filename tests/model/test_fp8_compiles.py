@@ -52,7 +52,7 @@ for kind, gated in (("gelu_tanh", False), ("gelu", False), ("relu", False), ("si
     form = dict(KIND=kind, GATED=gated)
     compiled(fp8_mlp_kernel._measure, R=8, C=256, **form)
     rounds(fp8_mlp_kernel._activate, PARTS=1024, **form, **tile)
-    rounds(fp8_mlp_kernel._differentiate, SUMMED=not gated, TILES=1 if gated else 2, **form, **tile)
+    rounds(fp8_mlp_kernel._differentiate, SUMMED=not gated, **form, **tile)
 for gated in (False, True):
     compiled(fp8_mlp_kernel._bound, GATED=gated, PARTS=1024)
 for rope in (False, True):

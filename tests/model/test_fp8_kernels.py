@@ -29,7 +29,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     if DEVICE == "cpu":
         monkeypatch.setattr(fp8_mlp_kernel, "_QUADS", 4)
-        monkeypatch.setattr(fp8_mlp_kernel, "_TILES_DOWN", 2)
         monkeypatch.setattr(heads_kernel, "_QUADS", 4)
         monkeypatch.setattr(heads_kernel, "_TILES_DOWN", 2)
 

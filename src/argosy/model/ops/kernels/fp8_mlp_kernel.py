@@ -20,8 +20,8 @@ from argosy.model.ops.largest import SLOTS
 # The size of a tile of the first pass, and of the others in quads of rows and in columns.
 _MEASURED_ROWS, _MEASURED_COLS = 8, 256
 _QUADS, _COLS = 16, 64
-# Tiles per program in the backward pass if it sums the bias gradient over them. Otherwise one: more take a fifth longer.
-_TILES_DOWN = 2
+# Columns of a tile of an activation without a gate, which has half as much to load.
+_SINGLE_COLS = 128
 # The largest magnitude of an activation below zero, with some room.
 _DIP = tl.constexpr(0.28)
 # No activation is steeper than this.
@@ -130,42 +130,36 @@ def _gradients(d, x, u, inverse, target, inside, width, KIND: tl.constexpr, GATE
 @triton.jit
 def _differentiate(
     d_out, y, scale, values, transposed, d_bias, quads, width, KIND: tl.constexpr, GATED: tl.constexpr, SUMMED: tl.constexpr,
-    LARGEST: tl.constexpr, QUADS: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr,
+    LARGEST: tl.constexpr, QUADS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(scale)
     inverse = tl.div_rn(1.0, factor)
     col = tl.program_id(0) * C + tl.arange(0, C)
     stride = width * 2 if GATED else width
-    total = tl.zeros((QUADS, C), tl.float32)
-    total_up = tl.zeros((QUADS, C), tl.float32)
-    for tile in tl.range(0, TILES):
-        quad = (tl.program_id(1) * TILES + tile) * QUADS + tl.arange(0, QUADS)
-        inside = (quad < quads)[:, None] & (col < width)[None, :]
-        source = d_out + quad.to(tl.int64)[:, None] * (4 * width) + col[None, :]
-        at = quad.to(tl.int64)[:, None] * (4 * stride) + col[None, :]
-        d_a = tl.load(source, mask=inside, other=0.0)
-        d_b = tl.load(source + width, mask=inside, other=0.0)
-        d_c = tl.load(source + 2 * width, mask=inside, other=0.0)
-        d_d = tl.load(source + 3 * width, mask=inside, other=0.0)
-        a, e = _load(y, at, inside, width, GATED)
-        b, f = _load(y, at + stride, inside, width, GATED)
-        c, g = _load(y, at + 2 * stride, inside, width, GATED)
-        d, h = _load(y, at + 3 * stride, inside, width, GATED)
-        a, e = _gradients(d_a, a, e, inverse, values + at, inside, width, KIND, GATED, LARGEST)
-        b, f = _gradients(d_b, b, f, inverse, values + at + stride, inside, width, KIND, GATED, LARGEST)
-        c, g = _gradients(d_c, c, g, inverse, values + at + 2 * stride, inside, width, KIND, GATED, LARGEST)
-        d, h = _gradients(d_d, d, h, inverse, values + at + 3 * stride, inside, width, KIND, GATED, LARGEST)
-        store_transposed(a, b, c, d, transposed, quad, col, quads, width, quads)
-        if GATED:
-            store_transposed(e, f, g, h, transposed + width.to(tl.int64) * (4 * quads), quad, col, quads, width, quads)
-        if SUMMED:
-            total += (a + b) + (c + d)
-            total_up += (e + f) + (g + h)
+    quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
+    inside = (quad < quads)[:, None] & (col < width)[None, :]
+    source = d_out + quad.to(tl.int64)[:, None] * (4 * width) + col[None, :]
+    at = quad.to(tl.int64)[:, None] * (4 * stride) + col[None, :]
+    d_a = tl.load(source, mask=inside, other=0.0)
+    d_b = tl.load(source + width, mask=inside, other=0.0)
+    d_c = tl.load(source + 2 * width, mask=inside, other=0.0)
+    d_d = tl.load(source + 3 * width, mask=inside, other=0.0)
+    a, e = _load(y, at, inside, width, GATED)
+    b, f = _load(y, at + stride, inside, width, GATED)
+    c, g = _load(y, at + 2 * stride, inside, width, GATED)
+    d, h = _load(y, at + 3 * stride, inside, width, GATED)
+    a, e = _gradients(d_a, a, e, inverse, values + at, inside, width, KIND, GATED, LARGEST)
+    b, f = _gradients(d_b, b, f, inverse, values + at + stride, inside, width, KIND, GATED, LARGEST)
+    c, g = _gradients(d_c, c, g, inverse, values + at + 2 * stride, inside, width, KIND, GATED, LARGEST)
+    d, h = _gradients(d_d, d, h, inverse, values + at + 3 * stride, inside, width, KIND, GATED, LARGEST)
+    store_transposed(a, b, c, d, transposed, quad, col, quads, width, quads)
+    if GATED:
+        store_transposed(e, f, g, h, transposed + width.to(tl.int64) * (4 * quads), quad, col, quads, width, quads)
     if SUMMED:
-        at = d_bias + tl.program_id(1) * stride + col
-        tl.store(at, tl.sum(total, 0) * factor, mask=col < width)
+        at = d_bias + tl.program_id(1).to(tl.int64) * stride + col
+        tl.store(at, tl.sum((a + b) + (c + d), 0) * factor, mask=col < width)
         if GATED:
-            tl.store(at + width, tl.sum(total_up, 0) * factor, mask=col < width)
+            tl.store(at + width, tl.sum((e + f) + (g + h), 0) * factor, mask=col < width)
 
 
 @triton.jit
@@ -200,8 +194,9 @@ def rounded_activation(y: Tensor, kind: str, *, gated: bool) -> tuple[Quantised,
     found = torch.empty((3, used), dtype=torch.float32, device=y.device)
     _measure[(used,)](y, found, rows, width, tiles, kind, gated, _MEASURED_ROWS, _MEASURED_COLS, num_warps=4)
     room = room_for(rows, width, FORWARD, y.device)
-    _activate[(triton.cdiv(width, _COLS), triton.cdiv(rows, 4 * _QUADS))](
-        y, found, used, *room, rows // 4, width, kind, gated, torch.finfo(FORWARD).max, SLOTS, _QUADS, _COLS, num_warps=4
+    cols = _COLS if gated else _SINGLE_COLS
+    _activate[(triton.cdiv(width, cols), triton.cdiv(rows, 4 * _QUADS))](
+        y, found, used, *room, rows // 4, width, kind, gated, torch.finfo(FORWARD).max, SLOTS, _QUADS, cols, num_warps=4
     )  # fmt: skip
     return room, found
 
@@ -235,12 +230,11 @@ def rounded_gradient(
     """Return the gradient of y, rounded with a scale, given that of the activation; and its sum over rows, of type `summed`, if that is
     given."""
     rows, width = d_out.shape
-    tiles = 1 if summed is None else _TILES_DOWN
-    chunks = triton.cdiv(rows, 4 * _QUADS * tiles)
+    chunks = triton.cdiv(rows, 4 * _QUADS)
     room = room_for(rows, y.shape[1], GRADIENT, y.device)._replace(scale=scale)
     partial = None if summed is None else torch.empty((chunks, y.shape[1]), dtype=torch.float32, device=y.device)
     _differentiate[(triton.cdiv(width, _COLS), chunks)](
         d_out, y, scale, room.values, room.transposed, partial, rows // 4, width, kind, gated, summed is not None, torch.finfo(GRADIENT).max,
-        _QUADS, _COLS, tiles, num_warps=4,
+        _QUADS, _COLS, num_warps=4,
     )  # fmt: skip
     return room, None if partial is None or summed is None else sum_rows(partial, summed)
