@@ -166,6 +166,50 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
     assert replays.take_news()[-1].endswith("cannot be captured (operation not permitted when stream is capturing)")
 
 
+def test_an_evaluation_that_needs_the_memory_of_the_graphs_gets_it(
+    recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+
+    def evaluate() -> str:
+        if replays._first or replays._begun:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "evaluated"
+
+    assert replays.beside(evaluate) == "evaluated"
+    for number in range(1, 4):
+        step(model, replays, number, 1)
+    assert recorded
+    assert not emptied
+    replays.take_news()
+    assert replays.beside(evaluate) == "evaluated"
+    assert emptied
+    assert replays.take_news() == ["no CUDA graph is used from here on: an evaluation needs its memory"]
+    count = len(recorded)
+    for number in range(4, 7):
+        found, _ = step(model, replays, number, 2)
+        expected, _ = step(model, model.learn, number, 2)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(recorded) == count
+
+
+def test_an_evaluation_that_is_too_large_by_itself_fails(recorded: list[object]) -> None:
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    attempts: list[bool] = []
+
+    def evaluate() -> None:
+        attempts.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        replays.beside(evaluate)
+    assert len(attempts) == 1
+
+
 def test_a_capture_that_fails_leaves_a_new_generator_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a failed capture cannot be used: stand-ins for both say which one was left."""
     current = {"state": "own", "stream": "usual"}

@@ -6,7 +6,8 @@ are copied from where it writes them, and its gradients are assigned to the para
 order and their results are those of an ordinary pass. Of random numbers it knows the generators: their seeds are those of the replay.
 
 The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
-and nothing is captured.
+and nothing is captured. A graph keeps the memory of its pass. What else runs out of memory beside it, such as an evaluation, has the
+graphs released and runs again (`CudaGraphs.beside`).
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from argosy.model.objective import Loss, Objective
 
+T = TypeVar("T")
 Inputs = dict[str, Tensor]
 # Adds to the gradients.
 Pass = Callable[[Inputs, Objective], Loss]
 
-# A pass is launch-bound if the GPU finishes within this fraction of the pass after the host.
-_TAIL = 0.1
+# A pass is launch-bound if the GPU finishes within this fraction of the pass after the host. Close calls count: a host that is nearly
+# the limit becomes it with the optimiser's launches, or with a little other work.
+_TAIL = 0.25
 # The most graphs: each keeps the memory of its gradients.
 _MOST = 4
 
@@ -85,6 +88,22 @@ class CudaGraphs:
         if begins:
             self._begun = recording
         return self._replay(recording, inputs, objective)
+
+    def beside(self, work: Callable[[], T]) -> T:
+        """Return what `work` does between two steps. If it needs the memory that the graphs keep, there are none from then on."""
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if not self._recorded:
+                raise
+        # Here, where the error has let go of what the work had in memory.
+        self._release()
+        return work()
+
+    def _release(self) -> None:
+        self._first, self._begun, self._pool, self._recorded, self.wanted = {}, None, None, 0, False
+        torch.cuda.empty_cache()
+        self._news.append("no CUDA graph is used from here on: an evaluation needs its memory")
 
     def take_news(self) -> list[str]:
         """Return the messages for the user since the last call."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,8 @@ class SingleDevice:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
         self.model.eval()
-        result = self._micro_batches.evaluate(batch, self._objective(batch))
+        run = partial(self._micro_batches.evaluate, batch, self._objective(batch))
+        result = run() if self._graphs is None else self._graphs.beside(run)
         self.model.train()
         return result
 
