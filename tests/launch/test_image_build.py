@@ -48,7 +48,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from argosy.train.adamw_kernel import adamw_kernel as kernel
-fixed = {"parameter_type": tl.bfloat16, "gradient_type": tl.float32, "ALIGNED": True, "B": 4096}
+fixed = {"parameter_type": tl.bfloat16, "gradient_type": tl.float32, "ALIGNED": True, "B": 4096, "MEASURED": False}
 pointers = {"table": "*i64", "row_of": "*i32", "scale": "*fp32", "skip": "*fp32", "corrections": "*fp32"}
 names = kernel.arg_names
 signature = {name: "constexpr" if name in fixed else pointers.get(name, "fp32") for name in names}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 import math
 
 from argosy.compat import gather_into, square_sum
+from argosy.model.ops.choice import use_kernel
 
 
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -92,11 +93,19 @@ def square_sum_of(tensors: Sequence[Tensor]) -> Tensor:
         together.setdefault(tuple(cut.group for cut in cuts_of(tensor)), []).append(local(tensor))
     squares = []
     for groups, parts in together.items():
-        square = square_sum(parts)
+        square = _square_sum(parts)
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
     return torch.stack(squares).sum()
+
+
+def _square_sum(parts: Sequence[Tensor]) -> Tensor:
+    if not use_kernel(parts[0]):
+        return square_sum(parts)
+    from argosy.model.ops.kernels.square_sum_kernel import square_sum as fused
+
+    return fused(parts)
 
 
 class Cut(NamedTuple):

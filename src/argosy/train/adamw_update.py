@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from argosy.compat import fused_adamw_
 from argosy.config.optimizers.adamw import AdamWSpec
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.largest import WEIGHT_PARTS, asks_update, note_weight
 from argosy.train.slots import Apply, Slot, Update, write_parameters
 
 
@@ -33,10 +34,21 @@ def _one_pass(
     betas = torch.stack([torch.full_like(update.count, beta, dtype=torch.float64) for beta in keys.betas])
     # Bias correction of both moments.
     corrections = (1 - betas**update.count).float()
+    largest = _room_for_largest(slots)
     launch(
         adamw_kernel, slots, gradients, update.scale, corrections, update.skip,
-        update.lr, *keys.betas, keys.eps, 1.0 - update.lr * weight_decay,
+        update.lr, *keys.betas, keys.eps, 1.0 - update.lr * weight_decay, largest=largest,
     )  # fmt: skip
+    for slot, found in zip(slots, largest, strict=True):
+        if found is not None:
+            note_weight(slot.parameter, found)
+
+
+def _room_for_largest(slots: Sequence[Slot]) -> list[Tensor | None]:
+    """Return zeros for the largest magnitudes of each parameter that asks for them. A shard's would not be those of the whole."""
+    asking = [slot.part is slot.parameter and asks_update(slot.parameter) for slot in slots]
+    rooms = iter(torch.zeros((sum(asking), WEIGHT_PARTS), device=slots[0].master.device).unbind())
+    return [next(rooms) if asks else None for asks in asking]
 
 
 def _fused(

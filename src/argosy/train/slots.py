@@ -88,5 +88,8 @@ class Group:
         active = [slot for slot in self.slots if slot.parameter.grad is not None]
         gradients = [local(slot.parameter.grad) for slot in active if slot.parameter.grad is not None]
         if active:
+            # Kernels and torch's fused update do not increment the version. It is incremented before the update, so that the update's own
+            # notes are valid, and older ones are not.
+            torch.autograd.graph.increment_version([slot.parameter for slot in active])
             with torch.no_grad():
                 self.update(active, gradients, replace(update, lr=update.lr * self.lr_scale), self.weight_decay)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from argosy.compat import scaled_mm
 from argosy.model.ops.choice import use_kernel
-from argosy.model.ops.largest import noted
+from argosy.model.ops.largest import ask_update, noted, noted_weights
 from argosy.model.ops.matmul import now_or_later
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -45,9 +45,13 @@ def fp8_matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
     return found
 
 
-def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
-    """Return x [.., cols] quantised to 8 bits, as rows [rows, cols] and transposed."""
-    return _quantise([x.flatten(0, -2)], dtype, noted(x))
+def quantise(x: Tensor, dtype: torch.dtype, parts: Tensor | None = None) -> Quantised:
+    """Return x [.., cols] quantised to 8 bits, as rows [rows, cols] and transposed.
+
+    Args:
+        parts: the largest magnitudes of parts of x, if they are known but not noted with it.
+    """
+    return _quantise([x.flatten(0, -2)], dtype, noted(x) if parts is None else parts)
 
 
 def is_whole(x: Tensor) -> bool:
@@ -71,7 +75,16 @@ def weights_rounded_once() -> Iterator[None]:
 
 def quantise_weights(*weights: Tensor) -> Quantised:
     """Return weights [.., in] quantised to 8 bits with one scale, one below the other."""
-    return once(lambda: _quantise(weights, FORWARD, None), *weights)
+    return once(lambda: _quantise(weights, FORWARD, largest_of_weights(*weights)), *weights)
+
+
+def largest_of_weights(*weights: Tensor) -> Tensor | None:
+    """Return the largest magnitudes of parts of some weights, if their last update noted them, and ask the next update to do so."""
+    if _is_repeated(weights[0]) or not use_kernel(weights[0]):
+        return None
+    for weight in weights:
+        ask_update(weight)
+    return noted_weights(*weights)
 
 
 def once(find: Callable[[], T], *weights: Tensor, what: str = "values") -> T:
@@ -81,11 +94,7 @@ def once(find: Callable[[], T], *weights: Tensor, what: str = "values") -> T:
         what: distinguishes the results of different functions of the same weights.
     """
     # A captured graph reads fixed addresses, and may be replayed when nothing is kept any more.
-    if (
-        torch.compiler.is_compiling()
-        or _kept is None
-        or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    if _is_repeated(weights[0]) or _kept is None:
         return find()
     key = (what, *((weight.data_ptr(), weight._version, weight.shape) for weight in weights))
     if key not in _kept:
@@ -93,6 +102,11 @@ def once(find: Callable[[], T], *weights: Tensor, what: str = "values") -> T:
         _kept[key] = find(), [weight.detach() for weight in weights]
     found: T = _kept[key][0]
     return found
+
+
+def _is_repeated(weight: Tensor) -> bool:
+    """True if this pass is compiled or captured as a graph, and so runs again when the weights have changed."""
+    return torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _quantise(tensors: Sequence[Tensor], dtype: torch.dtype, parts: Tensor | None) -> Quantised:

@@ -33,7 +33,7 @@ from argosy.model.ops.cross_entropy import (
     require_known,
     row_parts,
 )
-from argosy.model.ops.fp8 import FORWARD, GRADIENT, once, quantise, scaled_product
+from argosy.model.ops.fp8 import FORWARD, GRADIENT, largest_of_weights, once, quantise, scaled_product
 
 # The gradient of the logits is this times its 8-bit values.
 SCALE = 2.0**-14
@@ -53,7 +53,7 @@ def fp8_head_loss(
     hidden = padded(hidden, FP8_ALIGNMENT)
     labels = F.pad(labels, (0, len(hidden) - rows), value=IGNORED)
     bias = None if bias is None else padded(bias, form.multiple)
-    head8 = once(lambda: _transposed(head), weight, what="head") if wants[0] else None
+    head8 = once(lambda: _transposed(head, weight), weight, what="head") if wants[0] else None
     scale = torch.full((), SCALE, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if wants[0] else None
     d_weight: Tensor | None = None
@@ -97,9 +97,9 @@ def rows_together(rows: int, vocab: int) -> int:
     return max(1, GROUP_BYTES // (rows * vocab)) * rows
 
 
-def _transposed(head: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the head rounded, transposed alone, and its scale."""
-    found = quantise(head, FORWARD)
+def _transposed(head: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the head rounded, transposed alone, and its scale. It is the weight, perhaps with rows of zeros below."""
+    found = quantise(head, FORWARD, largest_of_weights(weight))
     return found.transposed, found.scale
 
 

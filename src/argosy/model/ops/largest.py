@@ -1,14 +1,20 @@
 """The largest magnitude in a tensor, found by the kernel that writes the tensor.
 
 Rounding to 8-bit floats needs it before it can begin. A pass of its own would read the whole tensor again.
+
+A weight is written by the optimiser's update, which finds its largest magnitudes if the last pass asked for them. A captured graph must not
+read these: it would still read the same memory when the weights have changed. So they are kept apart from those of other tensors.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 # Kernels that find or read maxima do so in at most this many parts.
 SLOTS = 1024
+# An update finds those of a weight in so many parts.
+WEIGHT_PARTS = 64
 
 
 def note(x: Tensor, found: Tensor | None) -> None:
@@ -37,3 +43,36 @@ def transposed(x: Tensor) -> Tensor:
     view = x.transpose(1, 2)
     note(view, noted(x))
     return view
+
+
+def ask_update(weight: Tensor) -> None:
+    """Ask the next update of a weight to note its largest magnitudes, if it can."""
+    weight.argosy_asks_update = True  # type: ignore[attr-defined]
+
+
+def asks_update(weight: Tensor) -> bool:
+    return getattr(weight, "argosy_asks_update", False)
+
+
+def note_weight(weight: Tensor, found: Tensor) -> None:
+    """Keep with a weight the largest magnitudes of its parts, which its update found. The next update has to be asked again."""
+    weight.argosy_weight_largest = (found, *_state(weight))  # type: ignore[attr-defined]
+    weight.argosy_asks_update = False  # type: ignore[attr-defined]
+
+
+def noted_weights(*weights: Tensor) -> Tensor | None:
+    """Return the largest magnitudes of parts of some weights, at most SLOTS, if their updates found them and none was changed since."""
+    parts: list[Tensor] = []
+    for weight in weights:
+        found, *state = getattr(weight, "argosy_weight_largest", (None,))
+        if found is None or state != _state(weight):
+            return None
+        parts.append(found)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if WEIGHT_PARTS * len(parts) <= SLOTS else None
+
+
+def _state(weight: Tensor) -> list[int]:
+    """Return what changes with a weight: how often it was written in place, and where it is, for assignments to `data`."""
+    return [weight._version, weight.data_ptr()]
