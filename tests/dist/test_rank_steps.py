@@ -251,6 +251,13 @@ def test_one_rank_of_each_stage_of_a_job_and_the_step_that_follows(
     assert read_measured(written, spec, cluster).step.total == pytest.approx(plan["step_s"], abs=1e-5)
     with pytest.raises(ArgosyError, match="measured with global_batch 8 and not 16"):
         read_measured(written, resolve(path, ["train.global_batch=16"]).spec, cluster)
+    # A micro-batch that the spec leaves open is the one that was measured.
+    without = resolve(path, ["train.global_batch=8", "parallel={pp: 2, dp_shard: 4}"]).spec
+    assert without.parallel.micro_batch == 2
+    with pytest.raises(ArgosyError, match="measured with micro_batches 2 and not 1"):
+        read_measured(written, without, cluster)
+    measured = read_measured(written, without, cluster, has_open_micro_batch=True)
+    assert measured.step.total == pytest.approx(plan["step_s"], abs=1e-5)
     argosy_plan(str(path), ["train.global_batch=8"], cluster=["8xH100"], measured=written, as_json=True)
     assert json.loads(capsys.readouterr().out)["measured"]["step_s"] == pytest.approx(plan["step_s"], abs=1e-5)
     with pytest.raises(ArgosyError, match="--measured plans a layout that was measured, on one cluster"):

@@ -64,6 +64,18 @@ def test_what_the_spec_says_itself_stays() -> None:
     assert named.spec.parallel.world_size == 2
 
 
+def test_a_micro_batch_of_any_size_and_every_batch_of_a_ramp_get_a_layout() -> None:
+    gpt2 = ["model.preset=gpt2", *KEYS[1:2], *KEYS[3:]]
+    for more in (
+        ["train.global_batch=480", "parallel.micro_batch=6"],
+        ["train.global_batch=2048", "parallel.micro_batch=256"],
+        ["train.global_batch=512", "train.batch_rampup={start: 16, increment: 8, samples: 1000}"],
+    ):
+        overrides = [*gpt2, *more]
+        found = settle_layout(resolve(None, overrides), None, overrides, 8, parse_cluster("8xH100"))
+        assert found.spec.parallel.world_size == 8
+
+
 def test_ranks_the_planner_knows_nothing_of_become_replicas() -> None:
     found = settled(4, None)
     assert (found.spec.parallel.dp_replicate, found.spec.parallel.world_size) == (4, 4)

@@ -13,7 +13,8 @@ from argosy.model.ops import cross_entropy, fp8_cross_entropy
 from argosy.plan import memory
 from argosy.plan.advise import work_of
 from argosy.plan.calibration import calibration
-from argosy.plan.layouts import Latent, Layout, Work, stage_layers, violations
+from argosy.plan.layout_rules import violations
+from argosy.plan.layouts import Latent, Layout, Work, stage_layers
 from argosy.plan.memory import StageMemory, in_flight, memory_of, stage_parameters
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from benchmarks.planner.rows import Row, read_rows
 
+from argosy.config.default_micro_batch import FINAL, UNTIL_START
 from argosy.config.resolve import Resolved, resolve
-from argosy.plan.advise import STACK
+from argosy.plan.advise import STACK, Advice, Question, answer
 from argosy.plan.auto import KEPT, ORIGIN, settle_micro_batch
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import gpu_of_device, parse_cluster
@@ -28,6 +29,11 @@ def chosen(cluster: str | None, *keys: str, kept: int | None = None) -> tuple[in
     return found.spec.parallel.micro_batch, found.origins["parallel.micro_batch"]
 
 
+def planned(cluster: str, *keys: str, **asked: object) -> Advice:
+    nothing = dict.fromkeys(("global_batch", "seq_len", "tokens", "precision", "what_if", "price", "hardware"))
+    return answer(Question.read({}, [*KEYS, *keys], cluster=cluster, **nothing | asked), top=1)  # type: ignore[arg-type]
+
+
 def measured() -> dict[str, list[Row]]:
     """Return our own measurements of models without recompute and in bf16, as a run of the largest batch would take them."""
     rows, _ = read_rows(Path(__file__).parents[2] / "benchmarks" / "planner" / "own.csv")
@@ -43,7 +49,7 @@ def measured() -> dict[str, list[Row]]:
 def test_the_choice_is_as_fast_as_the_best_by_hand_and_fits(model: str, cluster: str) -> None:
     rows, nodes, known = measured()[model], parse_cluster(cluster), calibration()
     largest = max(rows, key=lambda row: row.work.global_batch)
-    found = micro_batches(largest.work, largest.layout, nodes, known.stacks[STACK], known, largest.work.global_batch)[0]
+    found = micro_batches(largest.work, largest.layout, nodes, known.stacks[STACK], known)[0]
     assert found.fullest.device <= MARGIN * nodes.gpu.memory
     by_size = {row.layout.micro_batch: row for row in rows}
     fitting = [row for row in rows if row.memory is not None and row.memory < 0.9 * nodes.gpu.memory]
@@ -84,10 +90,52 @@ def test_what_is_given_kept_unknown_or_no_decoder_is_not_chosen() -> None:
     assert chosen("1xH200", *gpt2, kept=8) == (8, KEPT)
     # 24 does not divide 64.
     assert chosen("1xH200", *gpt2, kept=24) == (64, ORIGIN)
-    assert chosen(None, *gpt2) == (16, "derived: parallel: auto")
+    assert chosen(None, *gpt2) == (16, UNTIL_START)
     for model in ("ict-base", "t5-small"):
-        assert chosen("1xH200", f"model={model}", "train.global_batch=256")[1] == "derived: parallel: auto"
+        assert chosen("1xH200", f"model={model}", "train.global_batch=256")[1] == FINAL
     assert gpu_of_device("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "keys"),
+    [
+        ("1xH100", ["model=gpt2", "train.global_batch=480"]),
+        ("1xH100", ["model=gpt2", "train.global_batch=61"]),
+        ("1xL4", ["model=gpt2", "train.global_batch=512"]),
+        ("1xH100", ["model=gpt2", "train.global_batch=512", "model.dropout=0.1"]),
+        ("1xH100", ["model=gpt2", "train.global_batch=512", "train.precision=fp32"]),
+        ("1xH100", ["model=gpt2", "train.global_batch=18", "data.seq_len=1000", "train.precision=fp8"]),
+        ("1xH100", ["model=mpt-1b", "train.global_batch=96", "data.seq_len=2048"]),
+        (
+            "1xH100",
+            ["model=gpt2", "train.global_batch=64", "train.batch_rampup={start: 8, increment: 4, samples: 1000}"],
+        ),
+        ("8xH100", ["model=gpt2", "train.global_batch=480", "parallel.dp_replicate=8"]),
+    ],
+)
+def test_a_plan_names_the_micro_batch_that_a_run_takes(cluster: str, keys: list[str]) -> None:
+    advice, (taken, origin) = planned(cluster, *keys), chosen(cluster, *keys)
+    assert origin == ORIGIN
+    assert advice.asked is not None
+    assert advice.asked.layout.micro_batch == taken
+    assert advice.shown[0].layout == advice.asked.layout
+    assert any("the micro-batch that a run chooses" in line for line in advice.lines())
+
+
+def test_a_plan_keeps_a_micro_batch_that_the_spec_has_and_that_of_a_model_that_is_no_decoder() -> None:
+    given = planned("1xH100", "model=gpt2", "train.global_batch=480", "parallel.micro_batch=4").asked
+    assert given is not None
+    assert given.layout.micro_batch == 4
+    bert = ["model=bert-large", "train.global_batch=480"]
+    own = planned("1xH100", *bert).asked
+    assert own is not None
+    assert own.layout.micro_batch == chosen("1xH100", *bert)[0] == 32
+
+
+def test_the_micro_batch_of_a_plan_divides_the_batch_that_is_asked_about() -> None:
+    other = planned("1xH100", "model=gpt2", "train.global_batch=480", global_batch=61).asked
+    assert other is not None
+    assert other.layout.micro_batch == 61
 
 
 def test_a_resumed_run_keeps_its_micro_batch_on_another_gpu(
@@ -100,7 +148,7 @@ def test_a_resumed_run_keeps_its_micro_batch_on_another_gpu(
         return settle(resolve(path, overrides), path, overrides, 1, fresh=fresh)
 
     # Nothing is saved yet, and the CPU has no planner.
-    assert settled(None).origins["parallel.micro_batch"] == "derived: parallel: auto"
+    assert settled(None).origins["parallel.micro_batch"].startswith(FINAL)
     assert train(resolve(path, ["parallel.micro_batch=2"]), path, TrainOptions(quiet=True)) == 0
     for gpu in (None, "NVIDIA H200"):
         assert settled(gpu).spec.parallel.micro_batch == 2

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from argosy.config.divisors import divisors
 from argosy.config.resolve import resolve_model
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
-from argosy.plan.layouts import Work, parallel_keys, violations
-from argosy.plan.search import Found, search
+from argosy.plan.layout_rules import violations
+from argosy.plan.layouts import Layout, Work, parallel_keys
+from argosy.plan.search import EQUAL, Found, evaluate, micro_batches, search
 
 
 def found(model: str, cluster: str, batch: int, seq_len: int, **fixed: object) -> Found:
@@ -34,8 +38,13 @@ def test_the_best_layouts_fit_divide_and_are_ranked(model: str, cluster: str, ba
     assert all(candidate.fits for candidate in best)
     for candidate in best[:20]:
         assert not list(violations(candidate.work, candidate.layout, candidate.cluster.gpus))
-    times = [candidate.time.total for candidate in best]
+    # The first of each layout, which stands for the others with another micro-batch.
+    firsts = {replace(candidate.layout, micro_batch=1): candidate for candidate in reversed(best)}
+    times = [candidate.time.total for candidate in best if candidate in firsts.values()]
     assert times == sorted(times)
+    for candidate in best:
+        first = firsts[replace(candidate.layout, micro_batch=1)]
+        assert first.time.total <= EQUAL * candidate.time.total
     assert 0.25 < best[0].mfu < 0.75
 
 
@@ -67,3 +76,51 @@ def test_shards_stay_within_a_node_where_the_network_is_slow() -> None:
     assert (best.zero, best.copies, best.shards) == (3, 4, 8)
     assert parallel_keys(best)["dp_replicate"] == 4
     assert parallel_keys(best)["dp_shard"] == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "seq_len", "micro_batch"),
+    [("gpt2", 488, 1024, 61), ("gpt2", 480, 1024, 60), ("gpt2-large", 56, 1024, 7), ("llama3-1b", 120, 8192, 3)],
+)
+def test_micro_batches_that_are_no_powers_of_two_are_found(
+    model: str, batch: int, seq_len: int, micro_batch: int
+) -> None:
+    best = found(model, "8xH100", batch, seq_len).best[0]
+    assert (best.layout.dp, best.layout.micro_batch) == (8, micro_batch)
+
+
+@pytest.mark.parametrize("batch", [8, 24, 56, 96, 360, 480, 488, 504, 512])
+def test_no_micro_batch_of_the_replicas_is_faster_than_the_answer(batch: int) -> None:
+    best = found("gpt2", "8xH100", batch, 1024).best[0]
+    for size in divisors(batch // 8):
+        other = evaluate(best.work, Layout(dp=8, micro_batch=size), best.cluster, best.stack, best.known)
+        assert best.time.total <= EQUAL * other.time.total
+
+
+@pytest.mark.parametrize(("model", "cluster", "batch"), [("gpt2", "1xH100", 480), ("llama2-7b", "8xH100", 240)])
+def test_a_layout_has_the_micro_batch_that_a_run_with_it_chooses(model: str, cluster: str, batch: int) -> None:
+    best = found(model, cluster, batch, 1024).best
+    # With recompute, the search has only the sizes that need it.
+    kept = [candidate for candidate in best if candidate.layout.recompute == "none"]
+    firsts = {replace(candidate.layout, micro_batch=1): candidate for candidate in reversed(kept)}
+    for first in firsts.values():
+        [chosen, *_] = micro_batches(first.work, first.layout, first.cluster, first.stack, first.known)
+        assert first.layout == chosen.layout
+
+
+def test_a_micro_batch_that_is_held_need_not_be_one_that_the_search_tries() -> None:
+    assert {c.layout.micro_batch for c in found("gpt2", "8xH100", 2048, 1024, micro_batch=256).best} == {256}
+
+
+def test_every_batch_of_a_ramp_is_divided() -> None:
+    known = calibration()
+    work = Work(resolve_model("gpt2"), 1024, 512, ramp_divisor=8)
+    best = search(work, parse_cluster("4xH100"), known.stacks["argosy"], known).best
+    assert best
+    assert all(8 % (candidate.layout.dp * candidate.layout.micro_batch) == 0 for candidate in best)
+
+
+def test_divisors_of_a_large_number_are_found_up_to_a_limit() -> None:
+    assert divisors(10**18, 30) == (1, 2, 4, 5, 8, 10, 16, 20, 25)
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
+    assert divisors(12, 5) == (1, 2, 3, 4)

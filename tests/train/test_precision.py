@@ -178,7 +178,7 @@ def test_fp8_is_for_the_layers_and_the_head_where_the_sizes_allow_it() -> None:
 def test_fp8_is_refused_where_no_layer_can_have_it_and_the_run_says_how_many_have() -> None:
     narrow = build_model(resolve_model("gpt2", ["layers=1", "hidden=40", "heads=2", "ffn=24", "vocab_size=64"]))
     with pytest.raises(
-        ArgosyError, match="multiples of 16, and none of the 4 here has that: their sizes are 24, 40, 120"
+        ArgosyError, match="multiples of 16, and no linear layer in the blocks has that: their sizes are 24, 40, 120"
     ):
         apply_precision(narrow, "fp8")
     half = build_model(resolve_model("gpt2", ["layers=1", "hidden=32", "heads=2", "ffn=40", "vocab_size=64"]))

@@ -123,8 +123,9 @@ def plan(
                 value=measured,
                 fix=f"RUN.yaml in place of {target}",
             )
-        spec = resolve(Path(target), overrides or [], elsewhere=True).spec
-        own = read_measured(measured, spec, advice.question.cluster)
+        found = resolve(Path(target), overrides or [], elsewhere=True)
+        is_open = found.origins["parallel.micro_batch"].startswith("derived")
+        own = read_measured(measured, found.spec, advice.question.cluster, has_open_micro_batch=is_open)
         answered["measured"] = own.as_dict()
         lines += ["", *own.lines()]
     print(json.dumps(answered) if as_json else "\n".join(lines))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import NamedTuple
 
 
@@ -70,6 +71,11 @@ class Batches:
             return full
         first = f"{self._stages[0].size * seq_len:,} tokens at first"
         return f"{first}, growing, and from step {self._stages[-1].first_step + 1} on {full}"
+
+    @property
+    def divisor(self) -> int:
+        """The largest number of samples that divides every batch of the run."""
+        return gcd(self.global_batch, *(self.rampup or ())[:2])
 
     @property
     def sizes(self) -> list[int]:

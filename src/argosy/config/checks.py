@@ -6,9 +6,10 @@ the splits) run where the data is opened.
 
 from __future__ import annotations
 
-import math
-
 from argosy.config.data_checks import check_data
+from argosy.config.divisors import divisors
+from argosy.config.fp8_rules import FP8_ALIGNMENT as FP8_ALIGNMENT
+from argosy.config.fp8_rules import block_widths, fp8_micro_batch, require_fp8_layers
 from argosy.config.layout import check_layout
 from argosy.config.lr_schedules import check_schedule
 from argosy.config.optimizers import RULES
@@ -18,9 +19,6 @@ from argosy.config.units import LENGTH_UNITS
 from argosy.errors import ArgosyError
 from argosy.tasks.task_registry import task_of
 
-# FP8 tensor cores need every dimension of a GEMM to be a multiple of this.
-FP8_ALIGNMENT = 16
-
 
 def check(spec: RunSpec, origins: Origins) -> None:
     """Raise an ArgosyError for the first pair of keys that contradict each other."""
@@ -29,7 +27,9 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_batch(spec, origins)
     _check_rampup(spec, origins)
     _check_sequence(spec, origins)
-    _check_fp8(spec, origins)
+    if spec.train.precision == "fp8":
+        require_fp8_layers(block_widths(spec.model), origins.get("train.precision"))
+    check_fp8_tokens(spec, origins)
     check_data(spec, origins)
     _check_writing(spec, origins)
     _check_optimiser(spec, origins)
@@ -92,8 +92,7 @@ def _check_rampup(spec: RunSpec, origins: Origins) -> None:
 
 
 def _divisors_near(number: int, wanted: int) -> list[int]:
-    divisors = {d for n in range(1, math.isqrt(number) + 1) if number % n == 0 for d in (n, number // n)}
-    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])
+    return sorted(sorted(divisors(number), key=lambda d: abs(d - wanted))[:2])
 
 
 def _check_batch(spec: RunSpec, origins: Origins) -> None:
@@ -129,32 +128,46 @@ def _check_sequence(spec: RunSpec, origins: Origins) -> None:
         )
 
 
-def _check_fp8(spec: RunSpec, origins: Origins) -> None:
+def check_fp8_tokens(spec: RunSpec, origins: Origins) -> None:
+    """Raise an ArgosyError if a forward pass has a number of tokens that fp8 matmuls cannot have."""
+    if spec.train.precision != "fp8":
+        return
+    micro, cp = spec.parallel.micro_batch, spec.parallel.cp
     others = {key.rpartition(".")[2]: length for key, length in task_of(spec).other_lengths(spec).items()}
-    for name, known in {"seq_len": spec.data.seq_len, **others}.items():
-        # A length that is not known here, as that of T5's targets: micro_batch itself has to be aligned.
-        length = known // spec.parallel.cp if known else 1
-        tokens = spec.parallel.micro_batch * length
-        if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
+    lengths = {"seq_len": spec.data.seq_len, **others}
+    for name, length in lengths.items():
+        needed = fp8_micro_batch([length], cp)
+        if micro % needed == 0:
             continue
-        needed = FP8_ALIGNMENT // math.gcd(length, FP8_ALIGNMENT)
-        over = f" / cp {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
-        product = f"micro_batch {spec.parallel.micro_batch} x {name} {known}{over} = {tokens}"
-        if known is None:
-            product = f"T5's targets can have any length, so micro_batch {spec.parallel.micro_batch} has to be a multiple itself"
+        over = f" / cp {cp}" if cp > 1 else ""
+        product = f"micro_batch {micro} x {name} {length}{over} = {micro * ((length or 1) // cp)}"
+        if length is None:
+            product = f"T5's targets can have any length, so micro_batch {micro} has to be a multiple itself"
+        unit = fp8_micro_batch(lengths.values(), cp)
+        fixes = [_aligned_batch(spec, unit)]
+        if name == "seq_len" and unit == needed:
+            fixes.append(f"a data.seq_len that is a multiple of {FP8_ALIGNMENT * cp}")
         raise ArgosyError(
             "config.arithmetic",
             f"fp8 matmuls need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; {product}",
             key="train.precision",
             value="fp8",
             origin=origins.get("train.precision"),
-            fix=f"parallel.micro_batch={needed} or a multiple of it"
-            + (
-                f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT * spec.parallel.cp}"
-                if name == "seq_len"
-                else ""
-            ),
+            fix=", or ".join(fixes),
         )
+
+
+def _aligned_batch(spec: RunSpec, unit: int) -> str:
+    """Suggest a micro-batch that is a multiple of `unit` samples, or a batch that allows one."""
+    ranks, ramp = spec.parallel.data_parallel, spec.train.batch_rampup
+    share = spec.train.batches.divisor // ranks
+    if share and share % unit == 0:
+        return f"parallel.micro_batch={unit}" + (" or a multiple of it" if share > unit else "")
+    over = f" = {unit} x {ranks} data-parallel ranks" if ranks > 1 else ""
+    batch = "a train.global_batch that is a multiple"
+    if ramp is not None:
+        batch = "a train.global_batch, batch_rampup.start and batch_rampup.increment that are multiples"
+    return f"{batch} of {unit * ranks}{over}, with parallel.micro_batch={unit}"
 
 
 def _check_writing(spec: RunSpec, origins: Origins) -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from argosy.config.checks import check
 from argosy.config.corpus_vocabulary import corpus_vocabulary
+from argosy.config.default_micro_batch import FINAL, default_micro_batch, origin_of_default, with_micro_batch
 from argosy.config.model import ModelSpec
 from argosy.config.overrides import OFF, OVERRIDDEN, Override, as_yaml, read_override, set_key
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
@@ -31,8 +32,6 @@ from argosy.families.family_registry import ALIASES, FAMILIES, PRESETS
 from argosy.tasks.task_registry import section_for
 
 Tree = dict[str, Any]
-# The most tokens that `parallel: auto` puts into one micro-batch.
-AUTO_MICRO_BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,9 @@ def resolve(
         spec = RunSpec.model_validate({key: None if value is OFF else value for key, value in tree.items()})
     except ValidationError as error:
         raise refusal_of(error, origins) from None
+    if origins.get("parallel.micro_batch") == FINAL:
+        spec = with_micro_batch(spec, default_micro_batch(spec))
+        origins["parallel.micro_batch"] = origin_of_default(spec)
     leaves = dict(flatten(spec.model_dump(mode="json")))
     for key, value in leaves.items():
         written_short = _shorthand_origin(key, origins) if value is not None else None
@@ -253,7 +255,7 @@ def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None
 
 def _derive(tree: Tree, origins: dict[str, str]) -> None:
     """Fill in keys that follow from other keys, in place. Values of a wrong type are left for the schema to refuse."""
-    model, data, train, optim = (tree.get(key) for key in ("model", "data", "train", "optim"))
+    model, data, optim = (tree.get(key) for key in ("model", "data", "optim"))
     if isinstance(model, dict) and isinstance(data, dict):
         if data.get("seq_len") is None and _as_number(model.get("max_seq_len")) is not None:
             data["seq_len"] = model["max_seq_len"]
@@ -274,13 +276,14 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         origins["optim.min_lr"] = "derived: optim.lr / 10"
     parallel = tree.get("parallel")
     if isinstance(parallel, dict):
-        _derive_layout(parallel, train, data, origins)
+        _derive_layout(parallel, origins)
 
 
-def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str]) -> None:
+def _derive_layout(parallel: Tree, origins: dict[str, str]) -> None:
     if parallel.get("micro_batch") in (None, "auto"):
-        parallel["micro_batch"] = _auto_micro_batch(train, data, parallel)
-        origins["parallel.micro_batch"] = "derived: parallel: auto"
+        # `resolve` replaces it once the other keys are validated.
+        parallel["micro_batch"] = 1
+        origins["parallel.micro_batch"] = FINAL
     if (_as_number(parallel.get("pp")) or 1) <= 1:
         return
     if parallel.get("vpp") is None and parallel.get("schedule") in SEVERAL_STAGES:
@@ -290,28 +293,6 @@ def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str
     if parallel.get("reshard") is None:
         parallel["reshard"] = False
         origins["parallel.reshard"] = "derived: parallel.pp"
-
-
-def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
-    """Return the largest divisor of a rank's share of the global batch with at most AUTO_MICRO_BATCH_TOKENS tokens."""
-    numbers = [
-        _as_number(train.get("global_batch") if isinstance(train, dict) else None),
-        _as_number(data.get("seq_len") if isinstance(data, dict) else None),
-        _as_number(parallel.get("dp_replicate", 1)),
-        _as_number(parallel.get("dp_shard", 1)),
-    ]
-    if not all(number is not None and 1 <= number < 2**31 for number in numbers):
-        # The schema refuses the wrong number later.
-        return 1
-    batch, seq_len, *ranks = (int(number or 1) for number in numbers)
-    ramp = train.get("batch_rampup") if isinstance(train, dict) else None
-    if isinstance(ramp, dict):
-        # The micro-batch has to divide every batch size of the ramp.
-        steps = [_as_number(ramp.get(key)) for key in ("start", "increment")]
-        batch = math.gcd(batch, *(int(step) for step in steps if step))
-    share = max(1, batch // (ranks[0] * ranks[1]))
-    most = max(1, min(share, AUTO_MICRO_BATCH_TOKENS // seq_len))
-    return next(n for n in range(most, 0, -1) if share % n == 0)
 
 
 def _shorthand_origin(key: str, origins: dict[str, str]) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from argosy import compat
-from argosy.config.checks import FP8_ALIGNMENT
+from argosy.config.fp8_rules import fits_fp8, require_fp8_layers
 from argosy.errors import ArgosyError
 from argosy.families.adapter_sizes import is_adapter
 from argosy.model.layers import Linear, Norm
@@ -124,22 +124,13 @@ def apply_fp8(model: nn.Module, *, head: bool = True) -> None:
     head. Raise ArgosyError if no layer allows it."""
     linear = _linear_layers(model)
     for module in linear:
-        module.fp8 = module.in_features % FP8_ALIGNMENT == 0 and module.out_features % FP8_ALIGNMENT == 0
+        module.fp8 = fits_fp8(module.in_features, module.out_features)
     for output in _outputs(model):
-        output.fp8 = head and output.width % FP8_ALIGNMENT == 0
+        output.fp8 = head and fits_fp8(output.width)
     for name, module in model.named_modules():
         if isinstance(module, Norm) and not name.endswith(("q_norm", "k_norm")):
             module.measured = True
-    if not any(module.fp8 for module in linear):
-        sizes = sorted({size for module in linear for size in (module.in_features, module.out_features)})
-        raise ArgosyError(
-            "config.arithmetic",
-            f"fp8 matmuls need both sizes of a linear layer to be multiples of {FP8_ALIGNMENT}, and none of the "
-            f"{len(linear)} here has that: their sizes are {', '.join(map(str, sizes))}",
-            key="train.precision",
-            value="fp8",
-            fix=f"model.hidden and model.ffn that are multiples of {FP8_ALIGNMENT}, or train.precision=bf16",
-        )
+    require_fp8_layers((module.in_features, module.out_features) for module in linear)
 
 
 def describe_precision(model: nn.Module, precision: str) -> str:

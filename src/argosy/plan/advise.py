@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, gcd
+from math import gcd
 from pathlib import Path
 from typing import Any
 
-from argosy.config.counts import count_parameters, least_state_bytes
+from argosy.config.counts import count_parameters
+from argosy.config.default_micro_batch import planner_chooses
+from argosy.config.fp8_rules import has_fp8_layers
 from argosy.config.overrides import Override
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import calibration
-from argosy.plan.hardware import GIB, Cluster, parse_cluster, usual_price
+from argosy.plan.hardware import Cluster, parse_cluster, usual_price
 from argosy.plan.held_axes import held_axes
-from argosy.plan.layouts import Layout, Work, parallel_keys, violations
+from argosy.plan.layout_rules import violations
+from argosy.plan.layouts import Layout, Work, parallel_keys
 from argosy.plan.log import Log, judge
 from argosy.plan.plan_report import (
     LEGEND,
@@ -31,13 +35,12 @@ from argosy.plan.plan_report import (
     verdict,
     why_lost,
 )
+from argosy.plan.refused_questions import nothing_found, require_precision
 from argosy.plan.search import Candidate, Found, evaluate, micro_batches, search, warnings
 from argosy.tasks.task_registry import masks_vary, task_of
 
 STACK = "argosy"
 DEFAULT_CLUSTER = "1xH100"
-# The share of GPU memory that weights, gradients and optimiser state of a fully sharded model may take.
-FOR_STATE = 0.8
 # Tokens in a step if no batch is given.
 DEFAULT_TOKENS = 2**20
 FOR_COPYING = "for the run spec, or the command line of `argosy train` and `launch`:"
@@ -52,7 +55,8 @@ class Question:
     """The input of the planner.
 
     `tokens` is the length of the run, which `length_from` says the origin of, and `fixed` has the axes a user holds (`--what-if`).
-    `asked` is the run spec's own layout, if its world size is the cluster's. `offers_narrow`: the user chose no precision, so the
+    `asked` is the run spec's own layout, if its world size is the cluster's; `asks_micro_batch`: a run with that layout leaves its
+    micro-batch to the planner. `offers_narrow`: the user chose no precision, so the
     plan also reports fp8. `price_from` is the origin of the cluster's price, if the user did not give it.
     """
 
@@ -64,6 +68,7 @@ class Question:
     offers_narrow: bool = False
     length_from: str = ""
     price_from: str = ""
+    asks_micro_batch: bool = False
     # GPUs of the run spec's layout, if it is for more than one and for another number than the cluster has.
     asked_gpus: int | None = None
 
@@ -79,9 +84,9 @@ class Question:
         dollars per hour of one node, and `spot` the price of preemptible nodes as a share of it.
         """
         total, length_from = (None, "") if tokens is None else (_count(tokens), "--tokens")
-        spec = None
+        spec, asks_micro_batch = None, False
         if not isinstance(target, str) or target.endswith((".yaml", ".yml")) or Path(target).is_file():
-            spec = target if isinstance(target, RunSpec) else _resolved(target, overrides)
+            spec, asks_micro_batch = (target, False) if isinstance(target, RunSpec) else _resolved(target, overrides)
             work = work_of(spec, global_batch, seq_len, precision)
             if total is None:
                 total, length_from = _tokens_of(spec, _epoch_samples(spec)), "the run spec's length"
@@ -93,18 +98,21 @@ class Question:
         else:
             model = resolve_model(target, overrides)
             length = seq_len or model.max_seq_len
-            work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
+            # The targets of an encoder-decoder can have any length.
+            others = (None,) if architecture_of(model).two_sequences else ()
+            batch = global_batch or max(1, DEFAULT_TOKENS // length)
+            work = Work(model, length, batch, _precision(precision), other_lengths=others)
         if total is None and spec is None:
             total, length_from = (
                 CHINCHILLA * count_parameters(work.model).active,
                 "Chinchilla's 20 a parameter",
             )
         nodes, price_from = _cluster(cluster, spec, spot, price, hardware)
-        if work.precision not in ("bf16", "fp32") and work.precision not in nodes.gpu.dense:
-            raise _no_such_precision(work.precision, nodes)
+        require_precision(work, nodes)
         return cls(
             work, nodes, total, held_axes(what_if), None if spec is None else _asked(spec.parallel, nodes),
             offers_narrow=precision is None and work.precision == "bf16", length_from=length_from, price_from=price_from,
+            asks_micro_batch=asks_micro_batch,
             asked_gpus=None if spec is None or spec.parallel.world_size in (1, nodes.gpus) else spec.parallel.world_size,
         )  # fmt: skip
 
@@ -126,9 +134,10 @@ class Advice:
     log: Log | None = None
 
     def _offer(self, narrow: Candidate) -> str:
-        share = narrow.time.total / self.shown[0].time.total
+        share, size = narrow.time.total / self.shown[0].time.total, narrow.layout.micro_batch
+        other = "" if size == self.shown[0].layout.micro_batch else f" with micro_batch={size}"
         return (
-            f"fp8 matmuls would take {share:.0%} of the first layout's time and {narrow.fullest.device:.1f} GiB; they change the "
+            f"fp8 matmuls would take {share:.0%} of the first layout's time and {narrow.fullest.device:.1f} GiB{other}; they change the "
             "numerics, so they are your choice: precision fp8"
         )
 
@@ -140,7 +149,8 @@ class Advice:
             lines += ["", "why the others lost, against the first:", *(f"  {why}" for why in self.lost())]
         if self.asked is not None:
             fits = "" if self.asked.fits else f", which does not fit in {best.cluster.gpu.memory:g} GiB"
-            lines += ["", "the run spec's own layout" + fits + ":", *table([self.asked], tokens)]
+            chosen = ", with the micro-batch that a run chooses" if self.question.asks_micro_batch else ""
+            lines += ["", f"the run spec's own layout{chosen}{fits}:", *table([self.asked], tokens)]
             lines += [f"  {why_lost(best, self.asked)}"]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
         if (gpus := self.question.asked_gpus) is not None:
@@ -199,13 +209,28 @@ def answer(
     work, cluster = question.work, question.cluster
     found = search(work, cluster, stack, known, question.fixed)
     if not found.best:
-        raise _nothing(question, found)
-    asked = None if question.asked is None else evaluate(work, question.asked, cluster, stack, known)
-    best, narrow = found.best[0], None
-    if question.offers_narrow and "fp8" in cluster.gpu.dense:
-        eight = evaluate(replace(work, precision="fp8"), best.layout, cluster, stack, known)
-        narrow = eight if eight.time.total < WORTH_OFFERING * best.time.total else None
+        raise nothing_found(work, cluster, question.fixed, found)
+    asked = None
+    if question.asked is not None:
+        own = micro_batches(work, question.asked, cluster, stack, known) if question.asks_micro_batch else []
+        asked = own[0] if own else evaluate(work, question.asked, cluster, stack, known)
+    narrow = _narrow(question, found.best[0]) if question.offers_narrow else None
     return Advice(question, found, tuple(distinct(found, top)), asked, storage, narrow, log)
+
+
+def _narrow(question: Question, best: Candidate) -> Candidate | None:
+    """Return the best layout with fp8 matmuls, if the GPUs and the model's widths allow them and they are worth it.
+
+    Its micro-batch is another one if fp8 matmuls cannot have the tokens of the best one.
+    """
+    if "fp8" not in best.cluster.gpu.dense or not has_fp8_layers(best.work.model):
+        return None
+    work, layout, nodes = replace(best.work, precision="fp8"), best.layout, best.cluster
+    if not any(violations(work, layout, nodes.gpus)):
+        found = [evaluate(work, layout, nodes, best.stack, best.known)]
+    else:
+        found = [] if "micro_batch" in question.fixed else micro_batches(work, layout, nodes, best.stack, best.known)
+    return found[0] if found and found[0].fits and found[0].time.total < WORTH_OFFERING * best.time.total else None
 
 
 def ranked_layouts(spec: RunSpec, cluster: Cluster, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
@@ -219,10 +244,7 @@ def ranked_micro_batches(spec: RunSpec, cluster: Cluster) -> list[int]:
     known, layout = calibration(), _asked(spec.parallel, cluster)
     if layout is None:
         return []
-    # The size has to divide every batch of a ramp-up.
-    batch = gcd(spec.train.global_batch, *(spec.train.batches.rampup or ())[:2])
-    share, work = max(1, batch // layout.dp), work_of(spec)
-    found = micro_batches(work, layout, cluster, known.stacks[STACK], known, share)
+    found = micro_batches(work_of(spec), layout, cluster, known.stacks[STACK], known)
     return [candidate.layout.micro_batch for candidate in found]
 
 
@@ -235,8 +257,10 @@ def predict(spec: RunSpec, cluster: Cluster) -> dict[str, Any] | None:
     return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
 
 
-def _resolved(target: str | Mapping[str, Any], overrides: Sequence[Override]) -> RunSpec:
-    return resolve(Path(target) if isinstance(target, str) else target, overrides, elsewhere=True).spec
+def _resolved(target: str | Mapping[str, Any], overrides: Sequence[Override]) -> tuple[RunSpec, bool]:
+    """Return the spec of a run, and whether the planner chooses its micro-batch when it starts."""
+    found = resolve(Path(target) if isinstance(target, str) else target, overrides, elsewhere=True)
+    return found.spec, found.origins["parallel.micro_batch"].startswith("derived") and planner_chooses(found.spec)
 
 
 def _priced(cluster: Cluster, spot: float | None, hardware: str | None) -> tuple[Cluster, str]:
@@ -268,46 +292,6 @@ def _cluster(
     return _priced(cluster.using(None if own is None else own.gpus), spot, hardware)
 
 
-def _no_such_precision(precision: str, cluster: Cluster) -> ArgosyError:
-    return ArgosyError(
-        "plan.bad-question",
-        f"{cluster.gpu.name} has no {precision} matmuls, only {', '.join(cluster.gpu.dense)}",
-        key="--precision",
-        value=precision,
-        fix="use bf16, or GPUs that have it (Hopper, Ada, Blackwell)",
-    )
-
-
-def _nothing(question: Question, found: Found) -> ArgosyError:
-    work, cluster = question.work, question.cluster
-    if found.nearest is not None:
-        need, state = found.nearest.fullest.device, least_state_bytes(work.model, work.rule) / GIB
-        least = ceil(state / (FOR_STATE * cluster.gpu.memory))
-        more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
-        return ArgosyError(
-            "plan.does-not-fit",
-            f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB per GPU ({found.nearest.layout}), "
-            f"and {cluster.gpu.name} has {cluster.gpu.memory:g}; weights, gradients and optimiser state are {state:,.0f} GiB in all",
-            key="--cluster",
-            value=cluster.name,
-            fix=f"use {more}, GPUs with more memory, or shorter sequences",
-        )
-    why = "they do not divide"
-    if question.fixed:
-        tried = Layout(**question.fixed)  # type: ignore[arg-type]
-        why = next(violations(work, tried, tried.gpus), f"no layout of {cluster.gpus} GPUs has these values")
-    return ArgosyError(
-        "plan.no-layout",
-        f"no layout of {cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''} can run {work.model.preset or work.model.family} with global_batch "
-        f"{work.global_batch}: {why}",
-        key="--global-batch" if not question.fixed else "--what-if",
-        value=",".join(f"{axis}={value}" for axis, value in question.fixed.items()) or work.global_batch,
-        fix="choose a batch that is a multiple of the number of GPUs"
-        if not question.fixed
-        else "fix other values, or fewer",
-    )
-
-
 def work_of(
     spec: RunSpec, global_batch: int | None = None, seq_len: int | None = None, precision: str | None = None
 ) -> Work:
@@ -322,6 +306,8 @@ def work_of(
         replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not masks_vary(spec),
         sample_losses=task_of(spec).sample_losses,
         predicted=task_of(spec).predicted_share(spec),
+        other_lengths=tuple(task_of(spec).other_lengths(spec).values()),
+        ramp_divisor=gcd(*(spec.train.batches.rampup or ())[:2]),
     )  # fmt: skip
 
 

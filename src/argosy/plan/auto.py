@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.checks import check
-from argosy.config.layout import AXES, check_layout
+from argosy.config.default_micro_batch import planner_chooses, with_micro_batch
+from argosy.config.layout import AXES
 from argosy.config.overrides import Override
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.families.architecture import architecture_of
 from argosy.plan.advise import ranked_layouts, ranked_micro_batches
 from argosy.plan.hardware import Cluster, gpu_of_device, parse_cluster
 from argosy.plan.this_machine import local_gpus
@@ -78,7 +78,7 @@ def open_layout(resolved: Resolved, planned_on: Cluster | None, ranks: int) -> t
     for keys in ranked_layouts(resolved.spec, planned_on, settled):
         chosen = {key: value for key, value in keys.items() if key in open_keys}
         try:
-            _check(resolved.spec, chosen)
+            _check(resolved, chosen)
         except ArgosyError as error:
             refusal = refusal or error
         else:
@@ -90,8 +90,7 @@ def settle_micro_batch(resolved: Resolved, planned_on: Cluster | None, kept: int
     """Return the run with a micro-batch for its layout, if its spec leaves that open.
 
     A resumed run keeps the size it has, because another one changes the rounding of sums. A fresh run of a decoder gets the planner's
-    best on hardware that the planner knows. Other runs keep the size they were resolved with: predicted memory was compared with
-    measurements for decoders only, and a retriever's micro-batch is part of its task.
+    best on hardware that the planner knows, which is the one that `argosy plan` names. Other runs keep the size they were resolved with.
 
     Args:
         planned_on: the cluster, or None.
@@ -100,11 +99,10 @@ def settle_micro_batch(resolved: Resolved, planned_on: Cluster | None, kept: int
     if "micro_batch" not in _open_keys(resolved):
         return resolved
     sizes = [(kept, KEPT)] if kept is not None else []
-    if planned_on is not None and architecture_of(resolved.spec.model).causal:
+    if planned_on is not None and planner_chooses(resolved.spec):
         sizes += [(size, ORIGIN) for size in ranked_micro_batches(resolved.spec, planned_on)]
     for size, origin in sizes:
-        parallel = resolved.spec.parallel.model_copy(update={"micro_batch": size})
-        spec = resolved.spec.model_copy(update={"parallel": parallel})
+        spec = with_micro_batch(resolved.spec, size)
         try:
             check(spec, resolved.origins)
         except ArgosyError:
@@ -113,10 +111,10 @@ def settle_micro_batch(resolved: Resolved, planned_on: Cluster | None, kept: int
     return resolved
 
 
-def _check(spec: RunSpec, chosen: dict[str, object]) -> None:
+def _check(resolved: Resolved, chosen: dict[str, object]) -> None:
     """Apply the checks of the run spec. The planner does not know all rules of a model's parts."""
-    parallel = spec.parallel.model_copy(update=chosen)
-    check_layout(spec.model_copy(update={"parallel": parallel}), {})
+    parallel = resolved.spec.parallel.model_copy(update=chosen)
+    check(resolved.spec.model_copy(update={"parallel": parallel}), resolved.origins)
 
 
 def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> Cluster | None:

@@ -1,13 +1,10 @@
-"""The objects the planner works on: the work of a step, and the parallel layout.
-
-The divisibility rules of a layout are here, so that the search, the commands and the benchmarks share them.
-"""
+"""The objects the planner works on: the work of a step, and the parallel layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Literal
 
 from argosy.config.counts import (
@@ -15,7 +12,9 @@ from argosy.config.counts import (
     attention_parameters,
     mlp_parameters,
     norm_parameters,
+    training_flops_per_token,
 )
+from argosy.config.fp8_rules import fp8_micro_batch
 from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
@@ -158,6 +157,23 @@ class Work:
     sample_losses: int = 0
     # The share of tokens that the task predicts, if not the architecture's.
     predicted: float | None = None
+    # Tokens of a sample's other sequences, None for a length that only the data determines.
+    other_lengths: tuple[int | None, ...] = ()
+    # The largest number that divides every batch of a ramp-up. 0: every batch is the global batch.
+    ramp_divisor: int = 0
+
+    @property
+    def divided_batch(self) -> int:
+        """Number of samples that micro-batch x data-parallel ranks has to divide."""
+        return gcd(self.global_batch, self.ramp_divisor)
+
+    def micro_batch_multiple(self, cp: int) -> int:
+        """Number of samples of which a micro-batch has to be a multiple: the tokens of fp8 matmuls are aligned."""
+        return fp8_micro_batch((self.seq_len, *self.other_lengths), cp) if self.precision == "fp8" else 1
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        return training_flops_per_token(self.model, self.seq_len, predicted=self.predicted)
 
     @property
     def tokens(self) -> int:
@@ -313,55 +329,24 @@ def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> tuple
     Stages are equal, and the first ones have one layer more if the layers do not divide. With `levelled` they are those of Argosy's
     own pipelines, whose last stage has fewer layers to balance the output head.
     """
+    return _held_layers(work, layout.pp, layout.vpp, layout.schedule, levelled)
+
+
+@lru_cache(maxsize=1024)
+def _held_layers(work: Work, pp: int, vpp: int, schedule: Schedule | None, levelled: bool) -> tuple[int, ...]:
     layers = work.sizes.layers
-    stages = layout.pp * (layout.vpp if layout.pp * layout.vpp <= layers else 1)
+    stages = pp * (vpp if pp * vpp <= layers else 1)
     if levelled:
         sizes = _levelled(work, stages)
     else:
         each, over = divmod(layers, stages)
         sizes = tuple(each + (stage < over) for stage in range(stages))
-    held = [0] * layout.pp
+    held = [0] * pp
     for stage, size in enumerate(sizes):
-        held[rank_of_stage(layout.schedule, layout.pp, stage)] += size
+        held[rank_of_stage(schedule, pp, stage)] += size
     return tuple(held)
 
 
 @lru_cache
 def _levelled(work: Work, stages: int) -> tuple[int, ...]:
     return tuple(map(len, split_layers(work.model, stages, work.seq_len)))
-
-
-def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
-    """Yield the reasons why this layout cannot run, with the numbers; nothing if it can."""
-    model = work.model
-    if layout.gpus != gpus:
-        yield f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = {layout.gpus}, not {gpus} GPUs"
-    for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
-        if size % layout.tp and not (what == "kv_heads" and layout.tp % size == 0):
-            yield f"{what} {size} is not divisible by tp {layout.tp}"
-    if layout.pp * layout.vpp > work.sizes.layers:
-        yield f"pp {layout.pp} x vpp {layout.vpp} is more than {work.sizes.layers} layers"
-    if layout.vpp > 1 and layout.pp == 1:
-        yield f"vpp {layout.vpp} needs pipeline parallelism, and pp is 1"
-    if layout.schedule is not None and layout.pp == 1:
-        yield f"{layout.schedule} needs pipeline parallelism, and pp is 1"
-    if layout.pp > 1 and model.retrieval is not None:
-        yield f"pp {layout.pp}: a two-tower model cannot be split into pipeline stages"
-    if layout.pp > 1 and layout.is_v_shaped and layout.vpp != 2:
-        yield f"{layout.schedule} has two stages on each rank, not {layout.vpp}"
-    if layout.schedule == "dualpipev" and work.micro_batches(layout) < 2 * layout.pp:
-        yield f"{work.micro_batches(layout)} micro-batches are fewer than 2 x pp {layout.pp}, as dualpipev needs"
-    if layout.cp > 1 and architecture_of(model).uncuttable is not None:
-        yield f"cp {layout.cp}: context parallelism supports decoders only"
-    if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):
-        yield f"seq_len {work.seq_len} is not divisible by cp {layout.cp}" + (f" x tp {layout.tp}" if layout.sp else "")
-    if work.global_batch % (layout.dp * layout.micro_batch):
-        yield f"global_batch {work.global_batch} is not divisible by dp {layout.dp} x micro_batch {layout.micro_batch}"
-    elif layout.vpp > 1 and work.micro_batches(layout) % layout.pp:
-        yield f"{work.micro_batches(layout)} micro-batches are not a multiple of pp {layout.pp}, as interleaving needs"
-    if layout.ep > 1 and (model.moe is None or model.moe.experts % layout.ep):
-        yield f"ep {layout.ep} does not divide {0 if model.moe is None else model.moe.experts} experts"
-    if layout.dp % layout.copies:
-        yield f"dp {layout.dp} is not divisible by {layout.copies} copies"
-    elif layout.shards % layout.ep:
-        yield f"ep {layout.ep} does not divide the {layout.shards} ranks of a copy"

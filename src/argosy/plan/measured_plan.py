@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from argosy.config.counts import count_parameters
+from argosy.config.default_micro_batch import with_micro_batch
 from argosy.config.layout import check_world, describe_layout
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
@@ -156,8 +157,11 @@ class MeasuredPlan:
         return {"device": self.device, "memory_gib": self.memory, **self.step.as_dict()}
 
 
-def read_measured(path: Path, spec: RunSpec, cluster: Cluster) -> MeasuredPlan:
-    """Read what `argosy bench RUN.yaml --world-size N --json` wrote, and plan the same run on a cluster with it."""
+def read_measured(path: Path, spec: RunSpec, cluster: Cluster, *, has_open_micro_batch: bool = False) -> MeasuredPlan:
+    """Read what `argosy bench RUN.yaml --world-size N --json` wrote, and plan the same run on a cluster with it.
+
+    If the run spec has no micro-batch of its own, the plan is for the one that was measured.
+    """
     try:
         found = orjson.loads(path.read_bytes())
         stages = {row["stage"]: row["measured"] for row in found["ranks"]}
@@ -167,6 +171,9 @@ def read_measured(path: Path, spec: RunSpec, cluster: Cluster) -> MeasuredPlan:
         precision, device = str(found["precision"]), str(found["device"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, f"it is no output of `argosy bench --world-size N --json` ({error!r})") from None
+    share = spec.train.global_batch // spec.parallel.data_parallel
+    if has_open_micro_batch and isinstance(run["micro_batches"], int) and 1 <= run["micro_batches"] <= share:
+        spec = with_micro_batch(spec, share // run["micro_batches"])
     plan = RankPlan.of(spec, precision)
     asked = {
         "parameters": count_parameters(spec.model).total,

@@ -1,21 +1,24 @@
 """Exhaustive search over parallel layouts, fastest first.
 
 Memory is computed first, and only layouts that fit are timed, so thousands of layouts take about a second. Layouts that do not fit
-or do not divide are counted by reason.
+or do not divide are counted by reason. `search` and `micro_batches` consider the same micro-batches and rank them by the same rule, so a
+run that leaves only its micro-batch open gets the one that a plan of its layout names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
+from argosy.config.divisors import divisors
 from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
-from argosy.plan.layouts import Layout, Recompute, Work, stage_layers, violations
+from argosy.plan.layout_rules import violations
+from argosy.plan.layouts import Layout, Recompute, Work, stage_layers
 from argosy.plan.memory import StageMemory, memory_of, stage_memory
 from argosy.plan.time import StepTime, step_time
 
@@ -24,7 +27,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 SMALL_BUBBLE = 0.02
 # The share of GPU memory a layout may need. The rest is a reserve for what the model does not predict.
 MARGIN = 0.97
-# The most tokens of a micro-batch on one rank.
+# The most tokens of a micro-batch on one rank, unless its smallest has more.
 MOST_TOKENS = 131_072
 # Predicted step times of the same layout with another micro-batch are equal up to this factor.
 EQUAL = 1.01
@@ -98,9 +101,8 @@ def search(
                 nearest = need, layout
             continue
         fitting.append(evaluate(work, layout, cluster, stack, known))
-    fitting.sort(key=lambda candidate: candidate.time.total)
     closest = None if fitting or nearest is None else evaluate(work, nearest[1], cluster, stack, known)
-    return Found(tuple(fitting), considered, left_out, closest)
+    return Found(tuple(_ranked(fitting)), considered, left_out, closest)
 
 
 def _recomputing(
@@ -113,11 +115,11 @@ def _recomputing(
     """
     axes = dict(fixed)
     schedule, recompute = axes.pop("schedule", None), axes.pop("recompute", None)
-    # Any number of copies can be asked for. The search itself tries few.
-    copies = axes.pop("copies", None)
+    # Any number of copies and any micro-batch can be asked for. The search itself tries few.
+    copies, micro_batch = axes.pop("copies", None), axes.pop("micro_batch", None)
     kinds = [kind for kind in RECOMPUTE if recompute in (None, kind)]
     hopeless: set[Layout] = set()
-    for layout in layouts(work, cluster):
+    for layout in layouts(work, cluster, micro_batch if isinstance(micro_batch, int) else None):
         if any(getattr(layout, axis) != value for axis, value in axes.items()):
             continue
         if isinstance(copies, int):
@@ -139,35 +141,33 @@ def _recomputing(
             hopeless.add(others)
 
 
-def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
+def layouts(work: Work, cluster: Cluster, micro_batch: int | None = None) -> Iterator[Layout]:
     """Yield every reasonable layout of the cluster's GPUs that Argosy can run, without recompute.
 
     Tensor parallelism stays within an NVLink domain and keeps key/value heads whole. Expert parallelism is over ranks that shard
-    (FSDP). Micro-batches divide a rank's share of the batch. A pipeline rank has at most eight virtual stages.
+    (FSDP). Micro-batches are those of `micro_batch_sizes`, or the given one. A pipeline rank has at most eight virtual stages.
     """
     model, gpus = work.model, cluster.gpus
     long = work.seq_len >= 8192 and architecture_of(model).uncuttable is None
-    experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
-    for tp in [n for n in _divisors(gpus) if n <= cluster.domain and model.kv_heads % n == 0]:
-        for pp in [n for n in _divisors(gpus // tp) if n <= work.sizes.layers]:
-            for cp in [n for n in _divisors(gpus // (tp * pp)) if n == 1 or (long and n <= 16)]:
+    experts = [1] if model.moe is None else [n for n in divisors(model.moe.experts) if n <= gpus]
+    for tp in [n for n in divisors(gpus) if n <= cluster.domain and model.kv_heads % n == 0]:
+        for pp in [n for n in divisors(gpus // tp) if n <= work.sizes.layers]:
+            for cp in [n for n in divisors(gpus // (tp * pp)) if n == 1 or (long and n <= 16)]:
                 dp = gpus // (tp * pp * cp)
-                if work.global_batch % dp:
+                if work.divided_batch % dp:
                     continue
                 base = Layout(tp=tp, pp=pp, cp=cp, dp=dp, sp=tp > 1)
-                yield from _variants(work, base, [n for n in experts if (dp * cp) % n == 0], cluster.domain)
+                sizes = micro_batch_sizes(work, base) if micro_batch is None else [micro_batch]
+                yield from _variants(work, base, [n for n in experts if (dp * cp) % n == 0], sizes, cluster.domain)
 
 
-def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iterator[Layout]:
-    share = work.global_batch // base.dp
+def _variants(work: Work, base: Layout, experts: list[int], sizes: list[int], domain: int) -> Iterator[Layout]:
     chunks = [v for v in (1, 2, 4, 8) if v == 1 or (base.pp > 1 and base.pp * v <= work.sizes.layers)]
     zeros = [(0, 1), *((3, copies) for copies in _copies(base, domain))] if base.dp > 1 else [(0, 1)]
     for ep in experts:
-        for micro_batch in [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if share % n == 0]:
-            if micro_batch * work.seq_len > MOST_TOKENS * base.cp:
-                break
+        for micro_batch in sizes:
             for vpp in chunks:
-                m = share // micro_batch
+                m = max(1, work.global_batch // (base.dp * micro_batch))
                 if vpp > 1 and (m % base.pp or (vpp > 2 and (base.pp - 1) * 2 / vpp < SMALL_BUBBLE * m)):
                     continue
                 for zero, copies in zeros if ep == 1 else [(3, 1)]:
@@ -180,31 +180,62 @@ def _copies(base: Layout, domain: int) -> list[int]:
     return [1, base.dp // near] if 1 < near < base.dp and base.dp % near == 0 else [1]
 
 
-def micro_batches(
-    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, share: int
-) -> list[Candidate]:
-    """Return a layout with each micro-batch size that divides `share` samples and fits, best first.
+def micro_batch_sizes(work: Work, layout: Layout) -> list[int]:
+    """Return the micro-batch sizes to consider for a layout, smallest first; nothing if no size can run.
 
-    Step times that differ by less than the prediction can tell count as equal. Of equal sizes the largest that leaves much of the memory
-    free comes first, and then the smallest. If no size fits, the result is the smallest.
+    They divide a rank's share of every batch. With fp8 their tokens are aligned.
     """
-    longest = MOST_TOKENS * layout.cp // work.seq_len
-    sizes = [size for size in _divisors(share) if size <= max(1, longest)]
-    every = [replace(layout, micro_batch=size) for size in sizes]
+    multiple, share = work.micro_batch_multiple(layout.cp), max(1, work.divided_batch // layout.dp)
+    longest = max(multiple, MOST_TOKENS * layout.cp // work.seq_len)
+    return [size for size in divisors(share, longest) if size % multiple == 0]
+
+
+def micro_batches(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> list[Candidate]:
+    """Return a layout with each of its micro-batch sizes that fits, best first.
+
+    If no size fits, the result is the smallest. It is empty if no size can run.
+    """
+    every = [replace(layout, micro_batch=size) for size in micro_batch_sizes(work, layout)]
     found = [
         evaluate(work, one, cluster, stack, known)
         for one in every
         if not any(violations(work, one, layout.gpus)) and _need(work, one, stack, known) <= MARGIN * cluster.gpu.memory
     ]
-    if not found:
-        return [evaluate(work, every[0], cluster, stack, known)]
-    fastest, room = min(candidate.time.total for candidate in found), ROOMY * cluster.gpu.memory
+    return _by_micro_batch(found) if found else [evaluate(work, one, cluster, stack, known) for one in every[:1]]
+
+
+def _by_micro_batch(found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates of one layout, which differ in the micro-batch, best first.
+
+    Step times that differ by less than the prediction can tell count as equal. Of equal sizes the largest that leaves much of the memory
+    free comes first, and then the smallest.
+    """
+    equal = EQUAL * min(candidate.time.total for candidate in found)
 
     def place(candidate: Candidate) -> tuple[float, bool, int]:
-        size, is_full = candidate.layout.micro_batch, candidate.fullest.device > room
-        return max(candidate.time.total, EQUAL * fastest), is_full, size if is_full else -size
+        size = candidate.layout.micro_batch
+        if candidate.time.total > equal:
+            return candidate.time.total, False, size
+        need = _need(candidate.work, candidate.layout, candidate.stack, candidate.known)
+        is_full = need > ROOMY * candidate.cluster.gpu.memory
+        return equal, is_full, size if is_full else -size
 
-    return sorted(found, key=place)
+    return sorted(found, key=place) if len(found) > 1 else list(found)
+
+
+def _ranked(fitting: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates in the order of their step times. Those that differ in the micro-batch alone keep the order of `_by_micro_batch`."""
+    layouts_found: dict[Layout, list[Candidate]] = {}
+    for candidate in fitting:
+        layouts_found.setdefault(replace(candidate.layout, micro_batch=1), []).append(candidate)
+    placed: list[tuple[float, Candidate]] = []
+    for same in layouts_found.values():
+        slowest = 0.0
+        for candidate in _by_micro_batch(same):
+            slowest = max(slowest, candidate.time.total)
+            placed.append((slowest, candidate))
+    # The sort is stable, so a layout's candidates with the same `slowest` keep their order.
+    return [candidate for _, candidate in sorted(placed, key=lambda one: one[0])]
 
 
 def _need(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
@@ -216,11 +247,6 @@ def _need(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float
     layers = stage_layers(work, layout, levelled=stack.levelled)
     fullest = {0, *map(layers.index, set(layers)), layout.pp - 1}
     return max(stage_memory(work, layout, stack, known, stage).device for stage in fullest)
-
-
-@lru_cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def warnings(candidate: Candidate) -> Iterator[str]:

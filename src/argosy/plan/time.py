@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import log2
 
-from argosy.config.counts import training_flops_per_token
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
 from argosy.plan.kernels import Rates
@@ -154,7 +153,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     busy = sum(terms.values())
     terms["waiting"] = busy * known.constants["straggle"] * log2(max(1, cluster.nodes))
     total = busy + terms["waiting"]
-    flops = training_flops_per_token(work.model, work.seq_len, predicted=work.predicted) * work.tokens
+    flops = work.flops_per_token * work.tokens
     return StepTime(total, terms, terms["bubble"] / total, flops, work.tokens, cluster.gpus)
 
 

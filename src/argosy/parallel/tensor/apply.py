@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from argosy.config.checks import FP8_ALIGNMENT
+from argosy.config.fp8_rules import fits_fp8
 from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder
 from argosy.model.encoder import Encoder, MaskedLM, TokenHead
@@ -52,7 +52,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool)
         if isinstance(owner, Linear):
             if named.get("weight") == ROW.dim:
                 owner.sum_inputs = partial(summed, group=region.group)
-            owner.fp8 = owner.fp8 and all(size % FP8_ALIGNMENT == 0 for size in owner.weight.shape)
+            owner.fp8 = owner.fp8 and fits_fp8(*owner.weight.shape)
 
 
 def partial_parameters(model: nn.Module, *, sequence: bool) -> list[nn.Parameter]:
