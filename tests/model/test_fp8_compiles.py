@@ -51,7 +51,7 @@ compiled(fp8_mlp_kernel._column_norms, R=32, C=64)
 for kind, gated in (("gelu_tanh", False), ("gelu", False), ("relu", False), ("silu", True), ("gelu_tanh", True)):
     form = dict(KIND=kind, GATED=gated)
     compiled(fp8_mlp_kernel._measure, R=8, C=256, **form)
-    rounds(fp8_mlp_kernel._activate, PARTS=1024, **form, **tile)
+    rounds(fp8_mlp_kernel._activate, PARTS=1024, QUADS=16, C=64 if gated else 128, **form)
     rounds(fp8_mlp_kernel._differentiate, SUMMED=not gated, **form, **tile)
 for gated in (False, True):
     compiled(fp8_mlp_kernel._bound, GATED=gated, PARTS=1024)

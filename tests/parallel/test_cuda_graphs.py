@@ -4,8 +4,10 @@ runs the pass again on the recording's own memory, which is what a replay does."
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -14,6 +16,11 @@ from torch import Tensor, nn
 from argosy.model.objective import Loss, Objective
 from argosy.parallel import cuda_graphs as replay
 from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass, Recording
+from argosy.parallel.single import SingleDevice
+
+if TYPE_CHECKING:
+    from argosy.data.samples.windows import Batch
+    from argosy.parallel.transformer_blocks import DropoutSeeds
 
 CPU = torch.device("cpu")
 
@@ -196,18 +203,43 @@ def test_an_evaluation_that_needs_the_memory_of_the_graphs_gets_it(
     assert len(recorded) == count
 
 
-def test_an_evaluation_that_is_too_large_by_itself_fails(recorded: list[object]) -> None:
+@pytest.mark.parametrize(("host", "is_wanted"), [(0.76, True), (0.74, False)])
+def test_a_pass_is_captured_if_the_host_takes_most_of_it(
+    host: float, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    moments = iter([0.0, host, 1.0])
+    monkeypatch.setattr(replay.time, "perf_counter", lambda: next(moments))
     model = Model()
     replays = CudaGraphs(model.learn, model.parameters(), CPU)
-    attempts: list[bool] = []
+    for number in range(2):
+        step(model, replays, number, 1)
+    assert replays.wanted is is_wanted
 
-    def evaluate() -> None:
-        attempts.append(True)
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        replays.beside(evaluate)
-    assert len(attempts) == 1
+@pytest.mark.parametrize("fits", [True, False], ids=["fits alone", "fits never"])
+def test_an_engine_evaluates_beside_its_graphs_and_goes_on_training(
+    fits: bool, recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    engine = SingleDevice(model, cast("DropoutSeeds", None), micro_batch=1, device=CPU)
+    graphs = engine._graphs = CudaGraphs(model.learn, model.parameters(), CPU)
+    for number in range(3):
+        step(model, graphs, number, 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def evaluate(batch: object, objective: object) -> str:
+        assert not model.training
+        if graphs._first or not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "evaluated"
+
+    monkeypatch.setattr(engine._micro_batches, "evaluate", evaluate)
+    batch = cast("Batch", SimpleNamespace(valid_tokens=2, tokens=[0, 1]))
+    with nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+        assert engine.evaluate(batch) == "evaluated"
+    assert model.training
+    assert not graphs._first
 
 
 def test_a_capture_that_fails_leaves_a_new_generator_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ are copied from where it writes them, and its gradients are assigned to the para
 order and their results are those of an ordinary pass. Of random numbers it knows the generators: their seeds are those of the replay.
 
 The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
-and nothing is captured. A graph keeps the memory of its pass. What else runs out of memory beside it, such as an evaluation, has the
-graphs released and runs again (`CudaGraphs.beside`).
+and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it, the graphs are released
+and the evaluation runs again (`CudaGraphs.beside`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Inputs = dict[str, Tensor]
 # Adds to the gradients.
 Pass = Callable[[Inputs, Objective], Loss]
 
-# A pass is launch-bound if the GPU finishes within this fraction of the pass after the host. Close calls count: a host that is nearly
-# the limit becomes it with the optimiser's launches, or with a little other work.
+# A pass is launch-bound if the GPU finishes within this fraction of the pass after the host. In training the host launches more than
+# this pass, and other work may slow it down: a host that takes nearly as long as the GPU would then be the slower one.
 _TAIL = 0.25
 # The most graphs: each keeps the memory of its gradients.
 _MOST = 4

@@ -65,11 +65,12 @@ class SingleDevice:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
-        self.model.eval()
         run = partial(self._micro_batches.evaluate, batch, self._objective(batch))
-        result = run() if self._graphs is None else self._graphs.beside(run)
-        self.model.train()
-        return result
+        self.model.eval()
+        try:
+            return run() if self._graphs is None else self._graphs.beside(run)
+        finally:
+            self.model.train()
 
     takes_cache = True
 

@@ -45,7 +45,7 @@ def _one_pass(
 
 
 def _room_for_largest(slots: Sequence[Slot]) -> list[Tensor | None]:
-    """Return zeros for the largest magnitudes of each parameter that asks for them. A shard's would not be those of the whole."""
+    """Return zeros for the largest magnitudes of each parameter that asks for them. FSDP's are shards of what a pass reads."""
     asking = [slot.part is slot.parameter and asks_update(slot.parameter) for slot in slots]
     rooms = iter(torch.zeros((sum(asking), WEIGHT_PARTS), device=slots[0].master.device).unbind())
     return [next(rooms) if asks else None for asks in asking]

@@ -2,8 +2,9 @@
 
 Rounding to 8-bit floats needs it before it can begin. A pass of its own would read the whole tensor again.
 
-A weight is written by the optimiser's update, which finds its largest magnitudes if the last pass asked for them. A captured graph must not
-read these: it would still read the same memory when the weights have changed. So they are kept apart from those of other tensors.
+A weight is written by the optimiser's update, which finds its largest magnitudes if the last pass asked for them. Compiled and captured
+passes do not ask, and must not read these: they would still read the same memory when the weights have changed. So they are kept apart
+from those of other tensors. FSDP's passes read weights that no update wrote, but FSDP gathered.
 """
 
 from __future__ import annotations

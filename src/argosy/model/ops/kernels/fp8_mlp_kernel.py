@@ -20,7 +20,7 @@ from argosy.model.ops.largest import SLOTS
 # The size of a tile of the first pass, and of the others in quads of rows and in columns.
 _MEASURED_ROWS, _MEASURED_COLS = 8, 256
 _QUADS, _COLS = 16, 64
-# Columns of a tile of an activation without a gate, which has half as much to load.
+# Columns of a tile in the forward pass of an activation without a gate, which has half as much to load.
 _SINGLE_COLS = 128
 # The largest magnitude of an activation below zero, with some room.
 _DIP = tl.constexpr(0.28)

@@ -16,8 +16,9 @@ from torch import Tensor
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
 from argosy.model.ops.largest import SLOTS, note
 
-# Programs in the backward pass, and their warps, at least: four and about eight for each multiprocessor of an H100 or H200.
-_PROGRAMS, _WARPS = 528, SLOTS
+# The backward pass has at least so many programs, four for each multiprocessor of an H100 or H200, and in all at least so many warps, about
+# eight. Each program notes one largest magnitude, so there are at most SLOTS programs.
+_PROGRAMS, _WARPS = 528, 1024
 # Rows prefetched while one is processed. Without prefetch the pass takes twice as long.
 _STAGES = 3
 
@@ -63,7 +64,7 @@ def _forward(
 
 @triton.jit
 def _larger(a, b):
-    """Return the larger one, or NaN if one is: with one instruction."""
+    """Return the larger number, or NaN if one of them is NaN. This is one instruction."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -172,7 +173,7 @@ class AddNorm(torch.autograd.Function):
         d_x = torch.empty_like(total)
         block = triton.next_power_of_2(width)
         warps = max(1, min(16, block // 1024))
-        rows_each = triton.cdiv(rows, max(_PROGRAMS, _WARPS // warps))
+        rows_each = triton.cdiv(rows, min(SLOTS, max(_PROGRAMS, _WARPS // warps)))
         programs = triton.cdiv(rows, rows_each)
         # The sums over rows: the norm's weight, its bias, and y's bias or what `Add` wants.
         summed = summed or y_bias_dtype is not None
