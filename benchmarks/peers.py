@@ -1,16 +1,19 @@
-"""What `shipped.py` times beside Argosy: the loops that people write themselves, on one GPU, in the precision they use (bf16).
+"""What `shipped.py` times beside Argosy: the loops that people write themselves, on one GPU, in the precision that Argosy trains in.
 
-    python benchmarks/peers.py LOOP WORK [--micro-batch N] [--steps 40]
+    python benchmarks/peers.py LOOP WORK [--micro-batch N] [--steps 40] [--precision auto]
 
 `plain` is a decoder in plain PyTorch, of the size and kind of the preset (learned positions, LayerNorm and GELU, or rotary positions,
 RMSNorm, SwiGLU and grouped keys), with torch's own attention, `torch.compile` of the whole model, autocast over 32-bit weights, fused AdamW
-and gradient clipping. `transformers` is the same loop around the library's model, not compiled. Each prints a line of JSON.
+and gradient clipping. `transformers` is the same loop around the library's model, not compiled. Autocast is to bf16 where Argosy trains in bf16
+or fp8, to fp16 with a loss scale where it trains in fp16, and off where it trains in fp32: on a CPU, unless `--precision` says otherwise.
+Each prints a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +25,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve
+from argosy.parallel.precision import DTYPES, choose_precision
 
 
 def spec_of(work: Work) -> ModelSpec:
@@ -140,14 +144,22 @@ def transformers(work: Work, device: torch.device) -> Callable[[Tensor, Tensor],
 LOOPS = {"plain": plain, "transformers": transformers}
 
 
-def time_steps(loop: str, work: Work, micro_batch: int, steps: int) -> dict[str, Any]:
-    """Train on random tokens. Returns the median time of the second half of the steps, and the peak of memory."""
+def time_steps(loop: str, work: Work, micro_batch: int, steps: int, precision: str = "auto") -> dict[str, Any]:
+    """Train on random tokens. Returns the median time of the second half of the steps, and the peak of memory.
+
+    Args:
+        precision: a value of `train.precision`. The loop computes in the 16-bit type that Argosy would use for it here, or in fp32.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[choose_precision(precision, device)]
+    mixed = dtype != torch.float32
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
+    # Argosy's fp32 matmuls are not rounded to TF32 either.
+    torch.set_float32_matmul_precision("high" if mixed else "highest")
     loss_of = LOOPS[loop](work, device)
     parameters = list(loss_of.parameters())  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     vocabulary = spec_of(work).vocab_size
     seconds = []
     for _ in range(steps):
@@ -156,16 +168,22 @@ def time_steps(loop: str, work: Work, micro_batch: int, steps: int) -> dict[str,
         _settle(device)
         began = time.perf_counter()
         for part in batch.split(micro_batch):
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, dtype if mixed else None, enabled=mixed):
                 loss = loss_of(part[:, :-1], part[:, 1:])
-            (loss * len(part) / work.batch).backward()
+            scaler.scale(loss * len(part) / work.batch).backward()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         _settle(device)
         seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    return {"step_s": sorted(seconds[steps // 2 :])[steps // 4], "memory_gib": peak, "micro_batch": micro_batch}
+    return {
+        "step_s": statistics.median(seconds[steps // 2 :]),
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "micro_batch": micro_batch,
+        "precision": {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+    }
 
 
 def _settle(device: torch.device) -> None:
@@ -179,9 +197,13 @@ def main() -> None:
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--precision", choices=["auto", *DTYPES], default="auto", help="train.precision of Argosy")
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps: at least 2, because the first step compiles the model and is not reported")
     work = WORKS[options.work]
-    print(json.dumps(time_steps(options.loop, work, options.micro_batch or work.batch, options.steps)))
+    found = time_steps(options.loop, work, options.micro_batch or work.batch, options.steps, options.precision)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

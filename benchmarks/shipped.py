@@ -5,7 +5,8 @@
 Each run is its own process, one after the other on the same GPU. Argosy's has a preset, a corpus made by `argosy data prepare` and the keys
 that every run must have (sequence length, batch, steps, learning rate): no other key is set. Its step is the median of those its own
 metrics tell, in the second half of the run; "start" is from the command to the end of the first step. The loops of `peers.py` run
-with the largest micro-batch of theirs that fits.
+with the largest micro-batch of theirs that fits, in the 16-bit type that Argosy trains in, or in fp32 where it does. A run that fails is a
+row of the table, and the others go on; the command then ends with status 1.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+LOOPS = ("plain", "transformers")
+COLUMNS = ("work", "who", "precision", "step", "tokens/s", "MFU", "memory", "micro-batch", "start", "")
+# Metrics have the mean of every 10 steps. Kernels are compiled in the first 10, which are not reported.
+FEWEST_STEPS = 20
+
+
+class RunFailed(Exception):
+    """A command that ended with an error, with what it printed."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,11 @@ def make_corpus(folder: Path, vocabulary: int, tokens: int) -> Path:
 
 
 def argosy(*words: object) -> str:
+    """Run a command of Argosy. Returns what it printed, or raises RunFailed."""
     command = [sys.executable, "-m", "argosy", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        raise RunFailed(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
 
@@ -100,10 +110,14 @@ def train(name: str, work: Work, folder: Path, steps: int, more: list[str]) -> d
     said = argosy("train", spec, *work.keys, *more)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_s" in row]
+    # A row has the mean of the steps since the last one. In the first row, kernels are compiled.
+    late = [row for row in rows[1:] if row["step"] > steps // 2]
+    if not late:
+        raise RunFailed(
+            "the second half of the run has no row of metrics without the first steps, which compile kernels"
+        )
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     first = next((event["time"] for event in events if event["event"] == "memory"), rows[0]["time"])
-    # A row has the mean of the steps since the last one. In the first row, kernels are compiled.
-    late = [row for row in rows[1:] if row["step"] > steps // 2] or rows[-1:]
     resolved = json.loads((run / "resolved.json").read_text())
     return {
         "step_s": statistics.median(row["step_s"] for row in late),
@@ -111,6 +125,7 @@ def train(name: str, work: Work, folder: Path, steps: int, more: list[str]) -> d
         "memory_gib": late[-1].get("memory_gib"),
         "start_s": first - began,
         "micro_batch": _find(resolved, "micro_batch"),
+        "precision": resolved["machine"]["precision"],
         "attention": next((line for line in said.splitlines() if line.startswith("attention")), None),
     }
 
@@ -122,76 +137,107 @@ def _find(tree: Any, key: str) -> Any:
     return tree[key] if key in tree else next((found for value in tree.values() if (found := _find(value, key))), None)
 
 
-def peer(loop: str, name: str, steps: int) -> dict[str, Any]:
-    """Run a loop of `peers.py` with the largest micro-batch that fits."""
+def peer(loop: str, name: str, steps: int, precision: str) -> dict[str, Any]:
+    """Run a loop of `peers.py` with the largest micro-batch that fits. `precision` is a value of `train.precision`."""
     micro_batch, said = WORKS[name].batch, ""
     while micro_batch:
         command = [
-            sys.executable,
-            str(HERE / "peers.py"),
-            loop,
-            name,
-            "--steps",
-            str(steps),
-            "--micro-batch",
-            str(micro_batch),
-        ]
+            sys.executable, str(HERE / "peers.py"), loop, name, "--steps", str(steps), "--micro-batch", str(micro_batch),
+            "--precision", precision,
+        ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return dict(json.loads(done.stdout.splitlines()[-1]))
         said, micro_batch = done.stderr[-2000:], micro_batch // 2
         if "OutOfMemoryError" not in done.stderr:
             break
-    return {"error": said}
+    raise RunFailed(said)
 
 
 def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
-    print("| work | who | step | tokens/s | MFU | memory | micro-batch | start | |\n" + "| --- " * 9 + "|")
+    """Print all results as a table of Markdown."""
+    print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
     for name, found in results.items():
-        work = WORKS[name]
         for who, result in found.items():
-            if "error" in result:
-                print(f"| {name} | {who} | failed: {result['error'].strip().splitlines()[-1:]} |")
-                continue
-            rate = work.batch * work.seq_len / result["step_s"]
-            mfu, memory, start = result.get("mfu"), result.get("memory_gib"), result.get("start_s")
-            cells = [
-                f"{name}, {work.batch} x {work.seq_len}", who, f"{1000 * result['step_s']:.1f} ms", f"{rate / 1000:.1f}K",
-                f"{mfu:.1%}" if mfu else "", f"{memory:.1f} GiB" if memory else "", str(result["micro_batch"]),
-                f"{start:.1f} s" if start else "", result.get("attention") or "",
-            ]  # fmt: skip
-            print("| " + " | ".join(cells) + " |", flush=True)
+            cells = _failed_cells(result["error"]) if "error" in result else _cells(WORKS[name], result)
+            work = f"{name}, {WORKS[name].batch} x {WORKS[name].seq_len}"
+            print("| " + " | ".join(cell.replace("|", "\\|") for cell in (work, who, *cells)) + " |", flush=True)
+
+
+def _cells(work: Work, result: dict[str, Any]) -> list[str]:
+    rate = work.batch * work.seq_len / result["step_s"]
+    mfu, memory, start = result.get("mfu"), result.get("memory_gib"), result.get("start_s")
+    return [
+        result["precision"], f"{1000 * result['step_s']:.1f} ms", f"{rate / 1000:.1f}K", f"{mfu:.1%}" if mfu else "",
+        f"{memory:.1f} GiB" if memory else "", str(result["micro_batch"]), f"{start:.1f} s" if start else "",
+        result.get("attention") or "",
+    ]  # fmt: skip
+
+
+def _failed_cells(said: str) -> list[str]:
+    """Return the cells of a run that failed: the cause in an error of Argosy, or the last line of a traceback, is in the last."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    causes = [line.removeprefix("cause").strip() for line in lines if line.startswith("cause ")]
+    reason = (causes or lines or ["no output"])[-1]
+    return ["", "failed", *[""] * (len(COLUMNS) - 5), reason]
 
 
 def main() -> None:
+    options = _options()
+    more = [*options.key, *([f"train.precision={options.precision}"] if options.precision else [])]
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in options.works or [name for name in WORKS if name != "smoke"]:
+                found = results.setdefault(name, {})
+                for who in options.only:
+                    if who == "argosy" or WORKS[name].has_peers:
+                        row = "argosy" + "".join(f" {key}" for key in more) if who == "argosy" else who
+                        found[row] = _measure(name, who, Path(folder), options.steps, more)
+                        print(f"{name} {row}: {found[row]}", file=sys.stderr, flush=True)
+    finally:
+        show(results)
+        if options.json:
+            Path(options.json).write_text(json.dumps(results, indent=1))
+    if any("error" in result for found in results.values() for result in found.values()):
+        raise SystemExit(1)
+
+
+def _measure(name: str, who: str, folder: Path, steps: int, more: list[str]) -> dict[str, Any]:
+    """Time one run. Returns its numbers, or the error that it ended with."""
+    try:
+        if who == "argosy":
+            return train(name, WORKS[name], folder, steps, more)
+        asked = [key.partition("=")[2] for key in more if key.startswith("train.precision=")]
+        return peer(who, name, max(8, steps // 2), asked[-1] if asked else "auto")
+    except RunFailed as error:
+        return {"error": str(error)}
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(WORKS))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument(
+        "--steps", type=int, default=60, help=f"of Argosy's runs, at least {FEWEST_STEPS}; peers do half"
+    )
     parser.add_argument("--only", default="argosy,plain,transformers", help="who runs, separated by commas")
-    parser.add_argument("--precision", help="train.precision of Argosy's runs; their default without it")
+    parser.add_argument("--precision", help="train.precision of all runs; Argosy's default without it")
     parser.add_argument(
         "--key", action="append", default=[], help="KEY=VALUE for Argosy's runs, to see what a key is worth"
     )
     parser.add_argument("--json", help="write all results to this file")
     options = parser.parse_args()
-    more = [*options.key, *([f"train.precision={options.precision}"] if options.precision else [])]
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.works or [name for name in WORKS if name != "smoke"]:
-            found = results.setdefault(name, {})
-            for who in options.only.split(","):
-                if who == "argosy":
-                    found["argosy" + "".join(f" {key}" for key in more)] = train(
-                        name, WORKS[name], Path(folder), options.steps, more
-                    )
-                elif not WORKS[name].has_peers:
-                    continue
-                else:
-                    found[who] = peer(who, name, max(8, options.steps // 2))
-                print(f"{name} {who}: {found[list(found)[-1]]}", file=sys.stderr, flush=True)
-    show(results)
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1))
+    options.only = options.only.split(",")
+    # With nargs="*", argparse of Python 3.11 refuses an empty list as no choice.
+    for flag, given, known in (("WORK", options.works, tuple(WORKS)), ("--only", options.only, ("argosy", *LOOPS))):
+        for word in given:
+            if word not in known:
+                parser.error(f"{flag}: {word!r} is none of {', '.join(known)}")
+    if options.steps < FEWEST_STEPS:
+        parser.error(
+            f"--steps: {options.steps} is below {FEWEST_STEPS}: metrics are means of 10 steps, and the first 10 compile kernels"
+        )
+    return options
 
 
 if __name__ == "__main__":

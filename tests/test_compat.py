@@ -1,4 +1,4 @@
-"""Every process computes the same numbers, whatever its threads do at the first call, and hides no warning but the one it answers."""
+"""Every process computes the same numbers, whatever its threads do at the first call, and hides no warning but those it answers."""
 
 from __future__ import annotations
 
@@ -74,3 +74,21 @@ def test_of_all_warnings_only_that_of_fsdp_about_views_is_silenced() -> None:
         assert heard(lambda: warnings.warn(said, UserWarning, stacklevel=1)) == [said]
         explicit = partial(warnings.warn_explicit, "another", UserWarning, "fsdp.py", 1, "torch.distributed.fsdp.api")
         assert heard(explicit) == ["another"]
+
+
+# The matmul is for a CPU without bf16 instructions, where torch gives the warning itself.
+SAID = """
+import warnings
+import torch
+import argosy.compat
+warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs a cpu with bf16 support")
+ones = torch.ones(64, 64, dtype=torch.bfloat16)
+torch.nn.functional.linear(ones, ones)
+warnings.warn("another failed, switching to BLAS gemm")
+"""
+
+
+def test_the_fallback_of_a_16_bit_matmul_on_a_cpu_is_silent_and_other_warnings_are_not() -> None:
+    done = subprocess.run([sys.executable, "-c", SAID], check=True, capture_output=True, text=True, timeout=580)
+    assert "mkldnn_matmul" not in done.stderr
+    assert "UserWarning: another failed" in done.stderr

@@ -76,6 +76,16 @@ def test_a_trained_step_is_exported_as_we_compute_it(kind: str, tmp_path: Path, 
     assert model.config.eos_token_id == 256
 
 
+def test_a_gemma3_at_its_defaults_is_exported_as_we_compute_it(tmp_path: Path, trained: Any) -> None:
+    run = trained(model={"family": "gemma3", "layers": 7, "hidden": 32, "heads": 2, "vocab_size": 257, "window": 9})
+    export_hf(str(run), tmp_path / "back", ExportOptions())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["query_pre_attn_scalar"] == 16
+    with torch.no_grad():
+        ours = load_model(str(run), device="cpu").model(TOKENS)
+    after = _theirs(tmp_path / "back", "gemma3_text")
+    torch.testing.assert_close(after, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
+
+
 def test_noise_belongs_to_a_run_and_not_to_its_model(tmp_path: Path, trained: Any) -> None:
     run = trained(model={**TINY_MODEL, "embed_noise": 5.0})
     export_hf(str(run), tmp_path / "out", ExportOptions())

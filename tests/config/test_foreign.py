@@ -94,6 +94,33 @@ def test_the_arguments_of_a_well_known_job_become_a_run_spec(tmp_path: Path) -> 
     assert draft.left == ["--no-such-option 7"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [
+        ("--vocab-size 50257", "--padded-vocab-size 51200", "model.vocab_size"),
+        ("--seq-length 512", "--encoder-seq-length 256", "data.seq_len"),
+        ("--num-layers 4", "--encoder-num-layers 2", "model.layers"),
+    ],
+)
+def test_the_first_name_of_a_key_wins_wherever_it_stands(first: str, second: str, key: str) -> None:
+    plain = "pretrain_bert.py --hidden-size 64 --num-attention-heads 2 --num-layers 4"
+    for words in (f"{first} {second}", f"{second} {first}"):
+        draft = from_megatron(f"{plain} {words}")
+        assert draft.get(key) == int(first.split()[1])
+        assert f"{second.split()[0]}: not used, because {first.split()[0]} sets {key}" in draft.notes
+    if first != "--num-layers 4":
+        assert from_megatron(f"{plain} {second}").get(key) == int(second.split()[1])
+
+
+@pytest.mark.parametrize("words", ["--make-vocab-size-divisible-by 0", "--vocab-size -1", "--micro-batch-size=0"])
+def test_a_number_below_one_of_what_there_must_be_is_refused_by_its_megatron_name(words: str) -> None:
+    with pytest.raises(ArgosyError) as caught:
+        from_megatron(f"{GPT3} {words}")
+    name = words.replace("=", " ").split()[0]
+    assert (caught.value.code, caught.value.key) == ("config.bad-value", name)
+    assert caught.value.cause == f"{words.replace('=', ' ')} is below 1"
+
+
 LLAMA3 = """pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
   --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 131072 --position-embedding-type rope
   --rotary-base 500000 --rotary-percent 1.0 --use-rope-scaling --rope-scaling-factor 8.0 --attention-dropout 0.0

@@ -8,8 +8,10 @@ import pytest
 import transformers as T
 
 from argosy.config.resolve import resolve_model
+from argosy.config.start import differences
 from argosy.errors import ArgosyError
-from argosy.families.hf_config import export_gap, from_config, to_config
+from argosy.families.family_registry import FAMILIES
+from argosy.families.hf_config import export_gap, from_config, is_exportable, to_config
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -163,6 +165,39 @@ def test_a_model_none_of_their_classes_computes_is_not_exported(preset: str, cha
         to_config(resolve_model(preset, [change]))
     assert refused.value.code == "hf.unsupported"
     assert refused.value.key == key
+
+
+SMALL = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300, "max_seq_len": 64}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_exported_at_its_defaults(family: str) -> None:
+    spec = resolve_model({"family": family, **SMALL})
+    assert is_exportable(spec)
+    # A run may start from what was exported.
+    assert list(differences(spec, from_config(to_config(spec)))) == []
+
+
+@pytest.mark.parametrize(
+    ("left_out", "written"),
+    [
+        ([], ["query_pre_attn_scalar=8"]),
+        (["local_rope_theta=null"], ["local_rope_theta=1e6"]),
+        (["global_every=null"], ["global_every=3"]),
+    ],
+)
+def test_a_value_that_is_left_out_is_exported_as_the_one_it_stands_for(left_out: list[str], written: list[str]) -> None:
+    plain = {"family": "gemma3", **SMALL}
+    assert to_config(resolve_model(plain, left_out)) == to_config(resolve_model(plain, written))
+
+
+def test_a_window_or_a_base_that_is_changed_is_the_only_difference() -> None:
+    start = resolve_model({"family": "llama", **SMALL})
+    for key, value in (("window", 9), ("rope_theta", 5e5), ("query_pre_attn_scalar", 4)):
+        changed = start.model_copy(update={key: value})
+        assert [name for name, _, _ in differences(changed, start)] == [key]
+        windowed = start.model_copy(update={"window": 5})
+        assert [name for name, _, _ in differences(windowed.model_copy(update={key: value}), windowed)] == [key]
 
 
 def test_qwen_windows_cover_all_layers_or_none() -> None:

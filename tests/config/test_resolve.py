@@ -101,6 +101,7 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
 @pytest.mark.parametrize(
     ("override", "code", "key", "hint"),
     [
+        ("model.vocab_multiple=65537", "config.bad-value", "model.vocab_multiple", "the output head's matmul"),
         ("optim.lrr=1", "config.unknown-key", "optim.lrr", "optim.lr"),
         ("optm={lr: 1}", "config.unknown-key", "optm", "optim"),
         ("lr=1", "config.unknown-key", "lr", "optim.lr"),

@@ -28,7 +28,7 @@ MINIMAL: dict[str, Any] = {
     "change",
     [
         {},
-        {"model": {"preset": "gpt2", "layers": 3}},
+        {"model": {"preset": "gpt2", "layers": 3, "vocab_multiple": 65_536}},
         {"model": {"family": "gpt", "layers": 1, "hidden": 8, "heads": 2, "vocab_size": "50K", "max_seq_len": 8}},
         {"data": {"train": ["a", {"path": "b", "weight": 0.5}], "split": [98, 2, 0]}},
         {"data": {"train": ["a", {"path": "b"}]}},
@@ -54,6 +54,7 @@ def test_what_users_write_is_valid(change: dict[str, Any]) -> None:
         {"train": {"steps": 5}},
         {"eval": "never"},
         {"name": "a/b"},
+        {"model": {"preset": "gpt2", "vocab_multiple": 65_537}},
     ],
 )
 def test_what_is_refused_is_invalid(change: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from argosy.data.open import open_data
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.masks import IGNORED
-from argosy.data.text.tokenizer import load_tokenizer, train_bpe
+from argosy.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.train.run import TrainOptions, train
 
@@ -70,6 +72,23 @@ def test_a_model_without_a_preset_has_the_vocabulary_of_its_corpus(write_spec: W
         resolve(write_spec(model={"family": "gpt", "layers": 1, "hidden": 16, "heads": 2}), ["data.train=nowhere"])
 
 
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_shard_of_a_corpus_alone_has_the_vocabulary_of_its_corpus(
+    write_spec: Write, corpus: Path, tmp_path: Path, suffix: str
+) -> None:
+    path = write_spec(model={"family": "gpt", "layers": 1, "hidden": 16, "heads": 2})
+    found = resolve(path, [f"data.train={corpus / 'shard-00000'}{suffix}"])
+    assert found.spec.model.vocab_size == 257
+    assert found.origins["model.vocab_size"] == f"derived: the tokenizer of {corpus}"
+    assert open_data(found.spec).corpora[0].tokens > 0
+    # Another pair that lies beside the shards is not of this corpus.
+    shutil.copytree(corpus, tmp_path / "copy")
+    for file in ("bin", "idx"):
+        (tmp_path / "copy" / f"shard-00000.{file}").rename(tmp_path / "copy" / f"other.{file}")
+    with pytest.raises(ArgosyError, match="vocab_size is required"):
+        resolve(path, [f"data.train={tmp_path / 'copy' / 'other'}{suffix}"])
+
+
 def test_a_run_whose_data_uses_little_of_the_vocabulary_says_so(write_spec: Write, tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "pair", dtype_for(1000))
     writer.add_document([np.arange(0, 100)])
@@ -85,8 +104,64 @@ def test_a_run_whose_data_uses_little_of_the_vocabulary_says_so(write_spec: Writ
     assert "38.4M parameters" in said()
     assert "model.vocab_size=257 leaves them out" in said()
     assert "model.vocab_size=100 leaves them out" in said(pair)
-    assert "train-tokenizer --vocab-size 100" in said(pair, "data.tokenizer=bytes", "model.vocab_size=257")
     assert said("model.vocab_size=512") == said(pair, "model.vocab_size=199") == ""
+    # No tokenizer is smaller than that of bytes.
+    assert said(pair, "data.tokenizer=bytes", "model.vocab_size=257") == ""
+
+
+def _gpt2_like(path: Path) -> Tokenizer:
+    """Return a tokenizer of 5,000 words whose end-of-document token is the last id, as in GPT-2."""
+    words = {f"w{number}": number for number in range(4999)}
+    added = {
+        "id": 4999,
+        "content": "<|endoftext|>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
+    tokenizer = {
+        "version": "1.0", "model": {"type": "WordLevel", "vocab": words | {"<|endoftext|>": 4999}, "unk_token": "w0"},
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [added | {"normalized": False}],
+    }  # fmt: skip
+    path.write_text(json.dumps(tokenizer))
+    return load_tokenizer(str(path))
+
+
+def test_an_unused_vocabulary_is_found_though_the_last_id_ends_documents(
+    write_spec: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = _gpt2_like(tmp_path / "t.json")
+
+    def said(words: range, data: dict[str, Any] | None = None, rows: int = 5000) -> str:
+        text = tmp_path / f"{len(words)}.txt"
+        text.write_text("\n".join(f"w{number} w0 w1" for number in words))
+        corpus = tmp_path / f"corpus-{len(words)}"
+        prepare([str(text)], tokenizer, corpus, PrepareOptions(overwrite=True))
+        path = write_spec(model="gpt2", data={"train": str(corpus), "seq_len": 8} | (data or {}))
+        return open_data(resolve(path, [f"model.vocab_size={rows}"]).spec).unused_vocabulary() or ""
+
+    # Ids in the middle of the vocabulary are counted: 1,000, the two first and the end of a document.
+    note = said(range(2000, 3000))
+    assert note.startswith(
+        "the data uses 1,003 of the 5,000 ids of the vocabulary: 3.07M parameters are of tokens that never occur; "
+    )
+    assert "train-tokenizer --vocab-size 1003`" in note
+    assert "train-tokenizer --vocab-size 257`" in said(range(100, 110))
+    assert said(range(2, 2500)) == ""
+    # Some ids are in the corpus of validation alone.
+    said(range(3000, 4600))
+    both = {"validation": str(tmp_path / "corpus-1600"), "split": [100, 0, 0]}
+    assert said(range(2000, 3000), both) == ""
+    # A corpus that is streamed is not downloaded to be counted.
+    streamed = {"path": f"file://{tmp_path / 'corpus-10'}", "cache": str(tmp_path / "cache"), "cache_limit": "64MB"}
+    assert said(range(100, 110), {"train": [streamed]}) == ""
+    # Of a large corpus, a part is counted.
+    monkeypatch.setattr("argosy.data.open._COUNT_TOKENS", 100)
+    monkeypatch.setattr("argosy.data.open._COUNT_BLOCKS", 4)
+    part = said(range(2000, 3000))
+    assert part.startswith("500 tokens of the data, read at even distances, use ")
+    assert "parameters are of tokens that do not occur in them; " in part
 
 
 def test_a_token_beyond_the_vocabulary_of_a_bare_pair_is_found_by_looking(write_spec: Write, tmp_path: Path) -> None:

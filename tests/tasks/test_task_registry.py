@@ -56,6 +56,23 @@ def test_a_task_the_model_cannot_do_is_refused_with_those_it_can(preset: str, ta
     assert PRESETS[preset] in (refused.value.fix or "")
 
 
+@pytest.mark.parametrize(
+    ("preset", "keys", "prompt"),
+    [
+        ("gpt2", [], "Once upon a time"),
+        ("gpt2", ["data.task=prefix-lm"], "Once upon a time"),
+        ("bert-base", [], "Once upon a [MASK]"),
+        ("bert-base", ["data.bert.mask=<mask>"], "Once upon a <mask>"),
+        ("bert-base", ["data.bert.mask=103"], "Once upon a [MASK]"),
+        ("t5-small", [], "Once upon a <extra_id_0>"),
+        ("ict-base", [], None),
+    ],
+)
+def test_a_task_has_a_prompt_for_what_it_is_trained_to_write(preset: str, keys: list[str], prompt: str | None) -> None:
+    spec = run(preset, *keys)
+    assert task_of(spec).example_prompt(spec) == prompt
+
+
 def test_an_unknown_task_is_refused() -> None:
     with pytest.raises(ArgosyError, match="causal-lm"):
         run("gpt2", "data.task=guessing")

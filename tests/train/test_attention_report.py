@@ -40,19 +40,52 @@ def test_the_kernels_that_compute_attention_are_named(say: Say) -> None:
     assert say("model.positions=alibi") == ["attention by FlexAttention"]
 
 
+OURS = "would leave it to Argosy's own kernels, and be faster"
+
+
 @pytest.mark.parametrize(
     ("keys", "change"),
     [
-        (["train.precision=fp16"], FASTER),
-        (["model.dropout=0.1"], "model.dropout=0 would leave it to Argosy's own kernels"),
-        (["parallel.cp=2", "parallel.cp_kind=allgather", "model.dropout=0.1"], None),
-        (["data.seq_len=1000"], FASTER),
-        (["train.precision=fp32"], "train.precision=bf16 would leave it to Argosy's own kernels"),
+        (["train.precision=fp16"], f"train.precision=bf16 {OURS}"),
+        (["model.dropout=0.1"], f"model.dropout=0 {OURS}"),
+        (["data.seq_len=1000"], f"data.seq_len=1024 {OURS}"),
+        (["train.precision=fp32"], f"train.precision=bf16 {OURS}"),
+        # No learned position is beyond max_seq_len.
+        (["model.max_seq_len=1000", "data.seq_len=1000"], f"data.seq_len=896 {OURS}"),
+        (["model.max_seq_len=100", "data.seq_len=100"], FASTER),
+        (["train.precision=fp32", "model.dropout=0.1"], f"train.precision=bf16 and model.dropout=0 {OURS}"),
+        (["train.precision=fp16", "data.seq_len=1000"], f"train.precision=bf16 and data.seq_len=1024 {OURS}"),
+        (
+            ["parallel.cp=2", "parallel.cp_kind=allgather", "model.dropout=0.1"],
+            f"model.dropout=0 and parallel.cp_kind=ulysses {OURS}",
+        ),
+        (
+            ["train.precision=fp32", "model.dropout=0.1", "data.seq_len=1000"],
+            f"train.precision=bf16 and model.dropout=0 and data.seq_len=1024 {OURS}",
+        ),
+        (["model.positions=alibi", "train.precision=fp32", "model.dropout=0.1"], None),
     ],
 )
 def test_what_would_make_it_faster_is_named(say: Say, keys: list[str], change: str | None) -> None:
     (line,) = say(*keys)
-    assert (change or "attention by torch") in line
+    assert line.partition("; ")[2] == (change or "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        (["data.seq_len=1000"], FASTER),
+        (["train.precision=fp16"], FASTER),
+        (["model.dropout=0.1"], FASTER.replace(":", " with model.dropout=0:")),
+        (
+            ["train.precision=fp32", "model.dropout=0.1"],
+            FASTER.replace(":", " with train.precision=bf16 and model.dropout=0:"),
+        ),
+    ],
+)
+def test_a_package_is_named_where_no_key_is_enough(say: Say, keys: list[str], change: str) -> None:
+    (line,) = say(*keys, triton="9.0")
+    assert line.partition("; ")[2] == change
 
 
 def test_without_our_kernels_the_package_or_another_choice_is_named(say: Say) -> None:
@@ -66,6 +99,6 @@ def test_without_our_kernels_the_package_or_another_choice_is_named(say: Say) ->
 def test_layers_of_different_kinds_have_a_line_each(say: Say) -> None:
     keys = ["model=gemma3-1b", "model.head_dim=128", "data.seq_len=2040"]
     assert say(*keys) == [
-        f"attention in a window of 512 by FlexAttention; {FASTER}",
-        f"attention over the whole sequence by torch; {FASTER}",
+        f"attention in a window of 512 by FlexAttention; data.seq_len=2048 {OURS}",
+        f"attention over the whole sequence by torch; data.seq_len=2048 {OURS}",
     ]

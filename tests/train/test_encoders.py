@@ -4,6 +4,8 @@ refused."""
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,39 @@ def test_a_retriever_writes_no_text(write_spec: Write, corpus: Path) -> None:
     with pytest.raises(ArgosyError) as refusal:
         sampled("ict", "words", write_spec, corpus)
     assert refusal.value.code == "model.no-text"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("bert", ["eval", "sample", "dash", "ckpt"]),
+        ("t5", ["eval", "sample", "dash", "ckpt"]),
+        ("ict", ["eval", "dash"]),
+        ("llama", ["eval", "sample", "dash", "ckpt"]),
+        ("bare pair", ["dash", "ckpt"]),
+    ],
+)
+def test_the_commands_named_at_the_end_of_a_run_work(
+    kind: str, names: list[str], write_spec: Write, corpus: Path, tmp_path: Path, argosy: Callable[..., Any]
+) -> None:
+    if kind in KINDS:
+        path = spec_of(kind, write_spec, corpus)
+    else:
+        where = corpus if kind == "llama" else Path(shutil.copytree(corpus, tmp_path / "bare")) / "shard-00000"
+        if where != corpus:
+            (where.parent / "manifest.json").unlink()
+        data = {"train": str(where), "seq_len": 32, "split": [90, 10, 0]}
+        path = write_spec(model={"family": "llama", **SIZES}, data=data, **({} if kind == "llama" else {"eval": "off"}))
+    ended = argosy("train", path)
+    assert ended.returncode == 0, ended.stderr
+    said = re.split("^next: ", ended.stdout + ended.stderr, flags=re.MULTILINE)[1]
+    commands = [shlex.split(line) for line in said.splitlines()]
+    assert [words[1] for words in commands] == names
+    for words in commands:
+        # The dashboard would serve until it is stopped.
+        if words[1] != "dash":
+            done = argosy(*words[1:])
+            assert done.returncode == 0, done.stderr
 
 
 def test_two_corpora_are_mixed_into_one_batch(write_spec: Write, corpus: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from argosy.config.resolve import resolve
+from argosy.data.open import RunData
 from argosy.launch.target import logged_progress
 from argosy.parallel.mesh import Mesh
 from argosy.record.rundir import RunDir
@@ -36,7 +37,9 @@ def recorded(path: Path, losses: list[float | None]) -> RunDir:
     ],
 )
 def test_a_run_ends_with_its_best_finite_loss(losses: list[float | None], said: str, tmp_path: Path) -> None:
-    assert said in closing_lines(recorded(tmp_path, losses), 0)[0]
+    keys = ["model=gpt2", "data.train=synthetic", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
+    data = RunData(resolve(None, keys).spec, [], None)
+    assert said in closing_lines(recorded(tmp_path, losses), 0, data)[0]
 
 
 def test_the_progress_of_a_run_tells_a_loss_that_is_not_finite(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
 # calls first, before anything else is computed.
 torch.ones(1).log()
 
+# The fallback of a 16-bit matmul on a CPU without instructions for it. The message has a C++ stack trace of 24 lines, and a run says
+# itself that its precision is slow here (`slow_precision`).
+warnings.filterwarnings("ignore", r"mkldnn_matmul failed, switching to BLAS gemm", UserWarning)
+
 
 def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of all elements of tensors on one device, in fp64, without a host sync.
@@ -42,7 +46,10 @@ def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     kernel has no blocks, and how many elements it sums one after the other depends on the processor.
     """
     if tensors[0].is_cuda:
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).double()
+        # Torch sums nothing in fewer bits than it has.
+        wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+        dtype = torch.float64 if wide else torch.float32
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).double()
     else:
         norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
     return norms.square().sum()

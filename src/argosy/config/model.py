@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from argosy.config.units import Count, Depth, Fraction, NotNegative, Positive, PositiveNumber, Whole
+from argosy.config.units import Count, Depth, Fraction, Multiple, NotNegative, Positive, PositiveNumber, Whole
 
 ROPE_THETA = 10_000.0
 
@@ -153,7 +153,7 @@ class ModelSpec(Section):
     vocab_size: Count = Field(
         description="rows of the token embedding; without a preset, the size of the tokenizer of the corpus, if that is on this machine"
     )
-    vocab_multiple: Positive = Field(
+    vocab_multiple: Multiple = Field(
         128,
         description="the output head's matmul has a multiple of this many rows on each tensor-parallel rank, which is faster; "
         "the rows beyond vocab_size are zeros that no parameter, loss or checkpoint has; 1: no such rows",

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import ENCODER, RETRIEVER, architecture_of
-from argosy.families.hf_config import from_config, leaves, read_config
+from argosy.families.hf_config import from_config, leaves, read_config, same_meanings
 from argosy.untrusted import read_object
 
 HF = "hf:"
@@ -126,8 +126,8 @@ def becomes_towers(start: ModelSpec, model: ModelSpec) -> bool:
 
 def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, value here, value there) for each difference that matters to the weights."""
-    here, there = leaves(model.model_dump()), leaves(start.model_dump())
-    for key in sorted(here.keys() | there.keys()):
+    here, there, same = leaves(model.model_dump()), leaves(start.model_dump()), same_meanings(model, start)
+    for key in sorted((here.keys() | there.keys()) - same):
         mine, theirs = here.get(key), there.get(key)
         more_rows = key == "vocab_size" and model.vocab_size > start.vocab_size
         longer = key == "max_seq_len" and model.positions != "learned"

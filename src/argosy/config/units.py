@@ -186,6 +186,8 @@ Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
 Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
 # The number of layers of a model.
 Depth = Annotated[int, Field(ge=1, le=MOST_LAYERS), NotBool]
+# A multiple that a size is padded to. A larger one would be mostly padding.
+Multiple = Annotated[int, Field(ge=1, le=65_536), NotBool]
 PositiveNumber = Annotated[float, Field(gt=0, le=LARGEST_NUMBER), NotBool]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST_NUMBER), NotBool]
 Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]

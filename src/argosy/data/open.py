@@ -12,17 +12,23 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from argosy.config.schema import DataSource, RunSpec
 from argosy.console.formats import amount
 from argosy.data.corpus.corpus import Corpus, Split, open_corpus
 from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.samples.megatron_stream import split_by_sequence
 from argosy.data.samples.windows import Stream
-from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
+from argosy.data.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.files import local_path
 from argosy.tasks.task import Opened
 from argosy.tasks.task_registry import task_of
+
+# The ids in use are counted in about _COUNT_BLOCKS blocks of _COUNT_TOKENS tokens, which takes 0.3 s if few of them occur.
+_COUNT_TOKENS = 1 << 20
+_COUNT_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -79,22 +85,50 @@ class RunData:
         return [corpus.max_token() for corpus in (*self.corpora, *self.validation)]
 
     def unused_vocabulary(self) -> str | None:
-        """Describe a vocabulary of which the corpora use less than half, and what to do about it; else None."""
+        """Describe a vocabulary of which the corpora use less than half, and what to do about it; else None.
+
+        The largest id alone does not show it if that is the end-of-document token, as GPT-2's is, so ids are counted as well.
+        """
         model = self.spec.model
         used, rows = max(self.largest_tokens) + 1, model.vocab_size
         if 2 * used > rows:
-            return None
+            return self._unused_ids()
         entries = max(used, 0 if self.tokenizer is None else self.tokenizer.vocab_size)
-        idle = (rows - used) * model.hidden * (1 if model.tied else 2)
-        fix = f"model.vocab_size={entries} leaves them out"
-        if 2 * entries > rows:
-            fix = (
-                f"a smaller tokenizer, by `argosy data train-tokenizer --vocab-size {used}` or less, needs none of them"
-            )
+        fix = f"model.vocab_size={entries} leaves them out" if 2 * entries <= rows else _smaller_tokenizer(used, rows)
+        if fix is None:
+            return None
         return (
-            f"the data has token ids below {used:,}, and the vocabulary {rows:,} rows: {amount(idle)} parameters are of tokens that "
+            f"the data has token ids below {used:,}, and the vocabulary {rows:,} rows: {self._idle(used)} parameters are of tokens that "
             f"never occur; {fix}"
         )
+
+    def _unused_ids(self) -> str | None:
+        """Describe a vocabulary of which less than half occurs in the corpora, if their tokens are here to be counted."""
+        corpora, rows = (*self.corpora, *self.validation), self.spec.model.vocab_size
+        # Remote tokens would have to be downloaded.
+        if _smaller_tokenizer(0, rows) is None or any(corpus.is_remote for corpus in corpora):
+            return None
+        seen, read, used = np.zeros(rows, bool), 0, 0
+        for corpus in corpora:
+            for block in corpus.blocks(_COUNT_TOKENS, max(1, _COUNT_BLOCKS // len(corpora))):
+                # A bare pair may hold other ids; they are refused in a batch.
+                seen[block[(block >= 0) & (block < rows)]] = True
+                read += len(block)
+                used = int(seen.sum())
+                if 2 * used > rows:
+                    return None
+        whole = read == sum(corpus.tokens for corpus in corpora)
+        data = "the data uses" if whole else f"{amount(read)} tokens of the data, read at even distances, use"
+        never = "that never occur" if whole else "that do not occur in them"
+        return (
+            f"{data} {used:,} of the {rows:,} ids of the vocabulary: {self._idle(used)} parameters are of tokens {never}; "
+            f"{_smaller_tokenizer(used, rows)}"
+        )
+
+    def _idle(self, used: int) -> str:
+        """Return the number of parameters of the rows beyond `used`, in words."""
+        model = self.spec.model
+        return amount((model.vocab_size - used) * model.hidden * (1 if model.tied else 2))
 
     def facts(self) -> dict[str, Any]:
         """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
@@ -186,6 +220,14 @@ def _open_source(source: DataSource) -> Corpus:
     from argosy.data.remote.stream import open_streamed
 
     return open_streamed(source.path, Path(source.cache), source.cache_limit)
+
+
+def _smaller_tokenizer(used: int, rows: int) -> str | None:
+    """Return how to get a tokenizer with `used` entries, None if even the smallest one, of bytes, has more than half of `rows`."""
+    entries = max(used, ByteTokenizer.vocab_size)
+    if 2 * entries > rows:
+        return None
+    return f"a smaller tokenizer, by `argosy data train-tokenizer --vocab-size {entries}` or less, needs none of them"
 
 
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:

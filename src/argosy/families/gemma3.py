@@ -114,6 +114,7 @@ def _read_rope(keys: Keys) -> Row:
 
 def _write(spec: ModelSpec) -> Tree:
     scaling, every = write_scaling(spec), spec.global_every or spec.layers + 1
+    local_theta = spec.local_rope_theta or spec.rope_theta
     return {
         "architectures": ["Gemma3ForCausalLM"],
         **write_sizes(spec),
@@ -130,11 +131,11 @@ def _write(spec: ModelSpec) -> Tree:
         "sliding_window_pattern": every,
         "layer_types": _layer_types(every, spec.layers),
         "rope_theta": spec.rope_theta,
-        "rope_local_base_freq": spec.local_rope_theta,
+        "rope_local_base_freq": local_theta,
         "rope_scaling": scaling,
         "rope_parameters": {
             _GLOBAL: {"rope_theta": spec.rope_theta} | (scaling or {"rope_type": "default"}),
-            _LOCAL: {"rope_theta": spec.local_rope_theta, "rope_type": "default"},
+            _LOCAL: {"rope_theta": local_theta, "rope_type": "default"},
         },
     }
 

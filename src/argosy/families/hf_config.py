@@ -109,14 +109,44 @@ def to_config(spec: ModelSpec) -> Tree:
     return document
 
 
+def is_exportable(spec: ModelSpec) -> bool:
+    """Return whether one of transformers' classes computes what the model does. Adapters are merged into the weights."""
+    try:
+        to_config(spec.model_copy(update={"lora": None}))
+    except ArgosyError:
+        return False
+    return True
+
+
 def export_gap(spec: ModelSpec, document: Tree) -> dict[str, tuple[Any, Any]]:
     """Return the keys of the spec that a config does not preserve, each with our value and the value read back."""
-    ours, back = leaves(spec.model_dump()), leaves(from_config(document).model_dump())
-    gap = {key: (value, back.get(key)) for key, value in ours.items() if value != back.get(key)}
+    read = from_config(document)
+    ours, back, same = leaves(spec.model_dump()), leaves(read.model_dump()), same_meanings(spec, read)
+    gap = {key: (ours[key], back.get(key)) for key in ours if ours[key] != back.get(key) and key not in same}
     if spec.moe is not None and not spec.moe.dense_layers:
         # No layer has a dense MLP.
         gap.pop("ffn", None)
     return gap
+
+
+def same_meanings(one: ModelSpec, other: ModelSpec) -> frozenset[str]:
+    """Return the keys with which both models compute the same, though one may leave out what the other writes."""
+    here, there = _spelled_out(one), _spelled_out(other)
+    return frozenset(key for key in here.keys() & there.keys() if here[key] == there[key])
+
+
+def _spelled_out(spec: ModelSpec) -> Tree:
+    """Return the values that a model computes with where keys are left out because others give them."""
+    found: Tree = {}
+    if spec.architecture == "decoder":
+        found["query_pre_attn_scalar"] = spec.query_pre_attn_scalar or spec.head_dim
+    if spec.window is not None:
+        # One beyond the last layer: none is global.
+        found["global_every"] = min(spec.global_every or spec.layers + 1, spec.layers + 1)
+    # A base of their own takes layers with a window out of the scaling.
+    if spec.window is not None and spec.rope_scaling is None:
+        found["local_rope_theta"] = spec.local_rope_theta or spec.rope_theta
+    return found
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Tree:

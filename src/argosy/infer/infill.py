@@ -31,7 +31,7 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampl
     bert = (loaded.spec.data.bert if loaded.spec is not None else None) or BertSpec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
     cls, sep, mask, pad = (special.id_of(f"data.bert.{r}", getattr(bert, r)) for r in ("cls", "sep", "mask", "pad"))
-    name = bert.mask if isinstance(bert.mask, str) else "[MASK]"
+    name = bert.mask_in_text
     first, *others = (encode_prompt(loaded.source, tokenizer, part) for part in prompt.split(name))
     if not others:
         raise ArgosyError(

@@ -34,6 +34,11 @@ class BertSpec(Section):
     mask: SpecialToken = Field("[MASK]", description="the token that replaces masked tokens, or its id")
     pad: SpecialToken = Field("[PAD]", description="the padding token, or its id")
 
+    @property
+    def mask_in_text(self) -> str:
+        """The text in a prompt that stands for a token to fill in."""
+        return self.mask if isinstance(self.mask, str) else "[MASK]"
+
 
 class MaskedLMTask(DocumentTask[BertSpec]):
     name = "masked-lm"
@@ -64,6 +69,9 @@ class MaskedLMTask(DocumentTask[BertSpec]):
 
     def predicted_share(self, run: Run) -> float | None:
         return self.settings(run).mask_rate
+
+    def example_prompt(self, run: Run) -> str:
+        return f"Once upon a {self.settings(run).mask_in_text}"
 
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
         import numpy as np

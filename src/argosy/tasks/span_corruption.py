@@ -52,6 +52,9 @@ class SpanCorruptionTask(Task[T5Spec]):
         t5 = self.settings(run)
         return lengths_for(run.data.seq_len, t5.noise_density, t5.mean_span).targets
 
+    def example_prompt(self, run: Run) -> str:
+        return "Once upon a <extra_id_0>"
+
     def stream(
         self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
     ) -> Stream:

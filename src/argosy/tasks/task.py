@@ -141,6 +141,10 @@ class Task(Generic[S]):
         """Return a batch of random tokens. `draw` returns rows of a given length."""
         raise NotImplementedError
 
+    def example_prompt(self, run: Run) -> str | None:
+        """Return a prompt for `argosy sample` that a model trained on this task can answer, None if it writes no text."""
+        return None if self.writes is None else "Once upon a time"
+
     def prompt_inputs(self, prompt: int, shown: range) -> dict[str, list[int]]:
         """Return the model's inputs besides the tokens, for the positions `shown` of a text with a prompt of `prompt` tokens."""
         return {}

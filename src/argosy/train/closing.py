@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+
 from argosy.checkpoint.store import best_checkpoint
 from argosy.console.formats import clock
+from argosy.data.open import RunData
+from argosy.families.hf_config import is_exportable
 from argosy.record.jsonl import now, read_metrics
 from argosy.record.ledger import process_started
 from argosy.record.rundir import RunDir
+from argosy.tasks.task_registry import task_of
 from argosy.train.validations import Validations
 
 
@@ -17,8 +22,13 @@ def nothing_left(run: RunDir, step: int, steps: int, validations: Validations) -
     return f"{run.root}: stopped early at step {step} of {steps}, {validations.describe}; a larger eval.patience, or null, continues it"
 
 
-def closing_lines(run: RunDir, first: int) -> list[str]:
-    """Describe a run that has just taken its last step. `first` is the step it resumed from, 0 for a new run."""
+def closing_lines(run: RunDir, first: int, data: RunData) -> list[str]:
+    """Describe a run that has just taken its last step, and what can be done with it.
+
+    Args:
+        first: the step that the run resumed from, 0 for a new run.
+        data: the opened data of the run. Commands that would be refused for its task or its data are left out.
+    """
     # Without its file of metrics a run goes on, and ends as well.
     records = read_metrics(run.metrics) if run.metrics.is_file() else {}
     took = f"done in {clock(now() - process_started())}"
@@ -37,10 +47,23 @@ def closing_lines(run: RunDir, first: int) -> list[str]:
     kept = best_checkpoint(run.checkpoints)
     if best is not None and kept is not None and kept.name == f"step-{best:08d}":
         facts.append(f"commands take its checkpoint as {run.root}/best")
+    command, *others = _next_commands(run, data)
     return [
         f"{'; '.join(facts)}; everything is in {run.root}",
-        f"next: argosy eval {run.root}",
-        f"      argosy sample {run.root} --prompt 'Once upon a time'",
-        f"      argosy dash {run.root.parent}",
-        f"      argosy ckpt export {run.root} --to {run.root.name}-hf",
+        f"next: {command}",
+        *(f"      {other}" for other in others),
     ]
+
+
+def _next_commands(run: RunDir, data: RunData) -> list[str]:
+    spec, root, commands = data.spec, str(run.root), []
+    # Without evaluations there may be no validation split.
+    if spec.eval is not None:
+        commands.append(["eval", root])
+    prompt = task_of(spec).example_prompt(spec)
+    if prompt is not None and data.tokenizer is not None:
+        commands.append(["sample", root, "--prompt", prompt])
+    commands.append(["dash", str(run.root.parent)])
+    if is_exportable(spec.model):
+        commands.append(["ckpt", "export", root, "--to", f"{run.root.name}-hf"])
+    return [shlex.join(["argosy", *words]) for words in commands]

@@ -118,7 +118,7 @@ class Trainer:
             console.note(f"stopped early at step {last} of {session.steps}: {self.validations.describe}")
         self.journal.event("done", last)
         if first_rank and not quiet:
-            tell(closing_lines(self.run, first), console)
+            tell(closing_lines(self.run, first, session.data), console)
         return EXIT_DONE
 
     def _announce(self, first: int, notes: list[str], changes: list[str], console: Console) -> None:
@@ -374,7 +374,8 @@ def fresh_weights(session: Session, start: Source | None, notes: list[str]) -> I
     """Return the weights a run begins with: those of `start`, or initial ones drawn from the seed. Adds messages to `notes`."""
     spec, model = session.spec, session.engine.model
     if start is None:
-        notes += filter(None, [session.data.unused_vocabulary()])
+        if session.mesh.is_first:
+            notes += filter(None, [session.data.unused_vocabulary()])
         return initial_weights(model, spec.model, spec.train.seed)
     notes.append(f"starting from the weights of {start.where}, trained to step {start.step}")
     if (more := spec.model.vocab_size - start.model.vocab_size) > 0:

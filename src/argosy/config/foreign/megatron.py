@@ -13,7 +13,7 @@ from typing import Any
 from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.megatron_model import MODEL_ARGUMENTS, describe_model, family_of
 from argosy.config.foreign.megatron_schedule import SCHEDULE_ARGUMENTS, describe_schedule
-from argosy.config.foreign.megatron_words import Values, first_word, number, read_value
+from argosy.config.foreign.megatron_words import Values, count, first_word, number, read_value
 from argosy.config.foreign.validation import take_over_validation
 from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.errors import ArgosyError
@@ -25,44 +25,51 @@ def _steps(text: str) -> str:
 
 # argument -> (key, function that parses its value)
 _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "num-layers": ("model.layers", int),
-    "hidden-size": ("model.hidden", int),
-    "ffn-hidden-size": ("model.ffn", int),
-    "num-attention-heads": ("model.heads", int),
-    "num-query-groups": ("model.kv_heads", int),
-    "kv-channels": ("model.head_dim", int),
-    "max-position-embeddings": ("model.max_seq_len", int),
-    "vocab-size": ("model.vocab_size", int),
-    "padded-vocab-size": ("model.vocab_size", int),
-    "make-vocab-size-divisible-by": ("model.vocab_multiple", int),
+    "num-layers": ("model.layers", count),
+    "hidden-size": ("model.hidden", count),
+    "ffn-hidden-size": ("model.ffn", count),
+    "num-attention-heads": ("model.heads", count),
+    "num-query-groups": ("model.kv_heads", count),
+    "kv-channels": ("model.head_dim", count),
+    "max-position-embeddings": ("model.max_seq_len", count),
+    "vocab-size": ("model.vocab_size", count),
+    "padded-vocab-size": ("model.vocab_size", count),
+    "make-vocab-size-divisible-by": ("model.vocab_multiple", count),
     "rotary-base": ("model.rope_theta", number),
     "norm-epsilon": ("model.norm_eps", number),
     "init-method-std": ("model.init_std", number),
-    "encoder-num-layers": ("model.layers", int),
-    "decoder-num-layers": ("model.decoder_layers", int),
-    "num-experts": ("model.moe.experts", int),
-    "moe-router-topk": ("model.moe.top_k", int),
-    "moe-ffn-hidden-size": ("model.moe.ffn", int),
+    "encoder-num-layers": ("model.layers", count),
+    "decoder-num-layers": ("model.decoder_layers", count),
+    "num-experts": ("model.moe.experts", count),
+    "moe-router-topk": ("model.moe.top_k", count),
+    "moe-ffn-hidden-size": ("model.moe.ffn", count),
     "moe-aux-loss-coeff": ("model.moe.balance_loss", number),
     "moe-z-loss-coeff": ("model.moe.z_loss", number),
-    "seq-length": ("data.seq_len", int),
-    "encoder-seq-length": ("data.seq_len", int),
+    "seq-length": ("data.seq_len", count),
+    "encoder-seq-length": ("data.seq_len", count),
     "short-seq-prob": ("data.bert.short_seq_prob", number),
     "tokenizer-model": ("data.tokenizer", str),
     "data-cache-path": ("data.order_cache", str),
-    "global-batch-size": ("train.global_batch", int),
+    "global-batch-size": ("train.global_batch", count),
     "seed": ("train.seed", int),
     "adam-eps": ("optim.eps", number),
     "clip-grad": ("optim.clip", lambda text: number(text) or None),
-    "micro-batch-size": ("parallel.micro_batch", int),
-    "tensor-model-parallel-size": ("parallel.tp", int),
-    "pipeline-model-parallel-size": ("parallel.pp", int),
-    "context-parallel-size": ("parallel.cp", int),
-    "expert-model-parallel-size": ("parallel.ep", int),
+    "micro-batch-size": ("parallel.micro_batch", count),
+    "tensor-model-parallel-size": ("parallel.tp", count),
+    "pipeline-model-parallel-size": ("parallel.pp", count),
+    "context-parallel-size": ("parallel.cp", count),
+    "expert-model-parallel-size": ("parallel.ep", count),
     "save-interval": ("checkpoint.every", _steps),
     "log-interval": ("log.every", _steps),
-    "ict-head-size": ("model.retrieval.projection", int),
+    "ict-head-size": ("model.retrieval.projection", count),
     "query-in-block-prob": ("data.ict.query_in_block", number),
+}
+# Second names of a key: used only if the first is not given, wherever each stands in the command. Megatron refuses both names of layers
+# and lengths.
+_SECOND_NAMES = {
+    "padded-vocab-size": "vocab-size",
+    "encoder-num-layers": "num-layers",
+    "encoder-seq-length": "seq-length",
 }
 _SWITCHES: dict[str, tuple[str, Any]] = {
     "qk-layernorm": ("model.qk_norm", True),
@@ -131,7 +138,9 @@ def from_megatron(command: str) -> Draft:
     family = family_of(script, given)
     draft = Draft({"name": "from-megatron"})
     for name, values in given.items():
-        if name in _PLAIN:
+        if _SECOND_NAMES.get(name) in given:
+            draft.notes.append(f"--{name}: not used, because --{_SECOND_NAMES[name]} sets {_PLAIN[name][0]}")
+        elif name in _PLAIN:
             key, read = _PLAIN[name]
             draft.set(key, read_value(name, values, read))
         elif name in _SWITCHES:

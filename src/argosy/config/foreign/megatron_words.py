@@ -17,12 +17,30 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() and "." not in text and "e" not in text.lower() else value
 
 
+class _BelowOne(ValueError):
+    pass
+
+
+def count(text: str) -> int:
+    """Parse a number of things, of which there is at least one."""
+    if (value := int(text)) < 1:
+        raise _BelowOne
+    return value
+
+
 def read_value(name: str, values: Values, read: Callable[[str], Any]) -> Any:
     try:
         value = read(values[0])
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError
         return value
+    except _BelowOne:
+        raise ArgosyError(
+            "config.bad-value",
+            f"--{name} {' '.join(values)} is below 1",
+            key=f"--{name}",
+            fix="give 1 or more, or leave it out",
+        ) from None
     except (ValueError, IndexError):
         raise ArgosyError(
             "config.bad-value",

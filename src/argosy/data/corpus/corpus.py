@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -97,13 +97,13 @@ class Corpus:
         """
         if self.manifest is not None:
             return max(shard.max_token for shard in self.manifest.shards)
-        blocks = max(1, -(-self.tokens // _SCAN_TOKENS))
-        largest = 0
-        for block in range(0, blocks, max(1, blocks // _SCAN_BLOCKS)):
-            start = block * _SCAN_TOKENS
-            count = min(_SCAN_TOKENS, self.tokens - start)
-            largest = max(largest, int(self.read(start, count).max()) if count else 0)
-        return largest
+        return max((int(block.max()) for block in self.blocks(_SCAN_TOKENS, _SCAN_BLOCKS)), default=0)
+
+    def blocks(self, size: int, most: int) -> Iterator[Tokens]:
+        """Yield the tokens in blocks of `size`: all of them, or of a large corpus about `most` blocks at even distances."""
+        blocks = -(-self.tokens // size)
+        for block in range(0, blocks, max(1, blocks // most)):
+            yield self.read(block * size, min(size, self.tokens - block * size))
 
     def facts(self) -> dict[str, Any]:
         """Return the identity of the corpus, independent of its path. A resumed run must find the same identity."""
