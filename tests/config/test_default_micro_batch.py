@@ -25,8 +25,8 @@ def size(*keys: str) -> int:
     ("keys", "expected"),
     [
         (["train.global_batch=18", "data.seq_len=1000"], 6),
-        (["train.global_batch=18", "data.seq_len=1001", "train.global_batch=32"], 16),
-        # 4,000 tokens: 8 samples of 500 on each rank.
+        (["train.global_batch=32", "data.seq_len=1001"], 16),
+        # A rank has 500 tokens of a sample, so micro-batches are multiples of 4: 12 x 500 = 6,000 = 375 x 16.
         (["train.global_batch=24", "data.seq_len=1000", "parallel.cp=2"], 12),
         # Larger than 16,384 tokens: none of those is aligned.
         (["train.global_batch=16", "model.max_seq_len=2049", "data.seq_len=2049"], 16),
@@ -93,7 +93,7 @@ def test_a_pipeline_schedule_gets_the_micro_batches_that_it_needs() -> None:
     assert size("train.global_batch=16", "parallel.pp=2") == 16
     # 2 x pp at least.
     assert size("train.global_batch=16", "parallel.pp=2", "parallel.schedule=dualpipev") == 4
-    # 9 micro-batches of 1 cannot be split into equal rounds of 4 or more.
+    # At most 16 samples of 1,024 tokens. 2 micro-batches of 9 are one round, as are any that are fewer than 4.
     assert (
         size("train.global_batch=18", "data.seq_len=1024", "parallel.pp=4", "parallel.schedule=interleaved-1f1b") == 9
     )

@@ -47,9 +47,11 @@ def test_fp8_is_offered_with_a_micro_batch_that_it_can_have() -> None:
 def test_a_plan_in_fp8_has_aligned_tokens() -> None:
     found = planned(target="gpt2", precision="fp8", seq_len=1001, global_batch=48).found
     assert {candidate.layout.micro_batch for candidate in found.best} == {16, 48}
-    with pytest.raises(ArgosyError, match="micro-batches of 16; a batch of 8 cannot be split into those") as refused:
+    with pytest.raises(ArgosyError, match="multiples of 16, and a batch of 8 cannot be split into those") as refused:
         planned(target="gpt2", precision="fp8", seq_len=1001, global_batch=8)
-    assert refused.value.fix == "a global batch that is a multiple of 16, or a seq_len that is a multiple of 16"
+    assert (
+        refused.value.fix == "a train.global_batch that is a multiple of 16, or a data.seq_len that is a multiple of 16"
+    )
     several = planned(target="gpt2", cluster="8xH100", precision="fp8", seq_len=1000, global_batch=24).found
     assert several.best
     assert all(candidate.layout.micro_batch % 2 == 0 for candidate in several.best)
@@ -62,7 +64,59 @@ def test_the_rule_names_the_tokens() -> None:
     model = resolve(None, [*KEYS, "train.global_batch=8"]).spec.model
     work = Work(model, 1000, 8, "fp8")
     assert list(violations(work, Layout(micro_batch=1), 1)) == [
-        "micro_batch 1 is no multiple of 2: fp8 matmuls need a multiple of 16 tokens, and a sample has 1000"
+        "fp8 matmuls need a multiple of 16 tokens in a forward pass; micro_batch 1 x seq_len 1000 = 1000"
     ]
     assert not list(violations(work, Layout(micro_batch=2), 1))
     assert "1000 / cp 2" in " ".join(violations(work, Layout(cp=2, micro_batch=2), 2))
+
+
+def refused(*keys: str, **asked: object) -> ArgosyError:
+    with pytest.raises(ArgosyError) as error:
+        planned(*keys, **asked)  # type: ignore[arg-type]
+    return error.value
+
+
+def test_targets_of_any_length_are_the_cause_and_not_the_samples() -> None:
+    error = refused(target="t5-small", precision="fp8", seq_len=512, global_batch=8)
+    assert "T5's targets can have any length" in error.cause
+    assert "512" not in error.cause
+    assert (error.origin, error.fix) == ("--precision", "a train.global_batch that is a multiple of 16")
+
+
+def test_the_origin_of_the_precision_is_the_run_specs_if_it_has_one() -> None:
+    error = refused("train.global_batch=32", "train.precision=fp8", seq_len=1001, global_batch=8)
+    assert (error.key, error.origin) == ("train.precision", "command line")
+    error = refused("train.global_batch=32", "train.precision=fp8", cluster="1xA100-40")
+    assert (error.key, error.origin) == ("train.precision", "command line")
+    error = refused("train.global_batch=32", precision="fp8", cluster="1xA100-40")
+    assert (error.key, error.origin) == ("--precision", None)
+
+
+def test_the_fix_for_a_batch_that_ramps_up_names_all_its_sizes() -> None:
+    ramp = "train.batch_rampup={start: 8, increment: 4, samples: 1000}"
+    error = refused("train.global_batch=64", ramp, precision="fp8", seq_len=1001)
+    assert "batches that are multiples of 4 cannot be split into those" in error.cause
+    assert (error.fix or "").startswith(
+        "a train.global_batch, batch_rampup.start and batch_rampup.increment that are multiples of 16"
+    )
+
+
+def test_no_layout_with_fp8_names_the_batch_that_its_ranks_need() -> None:
+    held = refused(target="gpt2", cluster="8xH100", precision="fp8", seq_len=1001, global_batch=80, what_if="dp=8")
+    assert "micro_batch 1" not in held.cause
+    assert "a batch of 80 cannot be split into those on 8 data-parallel ranks" in held.cause
+    assert (held.fix or "").startswith("a train.global_batch that is a multiple of 128 = 16 x 8 data-parallel ranks")
+    odd = refused(target="gpt2", cluster="13xH100", precision="fp8", seq_len=1001, global_batch=80)
+    assert "fp8 matmuls need a multiple of 16 tokens" in odd.cause
+    assert odd.fix == "a train.global_batch that is a multiple of 208 = 16 x 13 data-parallel ranks"
+
+
+def test_fp8_is_offered_only_with_a_layout_that_can_run() -> None:
+    # Samples of 14,008 tokens need an even micro-batch in fp8, and 5 micro-batches of 2 cannot be interleaved on 2 ranks.
+    asked = {"target": "llama3-1b", "cluster": "2xH100", "seq_len": 14008, "what_if": "pp=2,vpp=2,tp=1"}
+    advice = planned(global_batch=10, **asked)
+    assert advice.shown[0].layout.micro_batch in (1, 5)
+    assert advice.narrow is None
+    advice = planned(global_batch=8, **asked)
+    assert advice.narrow is not None
+    assert not list(violations(advice.narrow.work, advice.narrow.layout, 2))

@@ -138,6 +138,56 @@ def test_the_micro_batch_of_a_plan_divides_the_batch_that_is_asked_about() -> No
     assert other.layout.micro_batch == 61
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        # 18 and 9 micro-batches cannot be interleaved on 4 ranks.
+        ["train.global_batch=18"],
+        # Of the batches 8, 12, … 64, those of 8 samples have to be interleaved too.
+        ["train.global_batch=64", "train.batch_rampup={start: 8, increment: 4, samples: 1000}"],
+    ],
+)
+def test_a_plan_of_a_pipeline_names_a_micro_batch_that_the_run_accepts(keys: list[str]) -> None:
+    keys = ["model=gpt2", "parallel.pp=4", "parallel.schedule=interleaved-1f1b", *keys]
+    asked, (taken, origin) = planned("4xH100", *keys).asked, chosen("4xH100", *keys)
+    assert asked is not None
+    assert (asked.layout.micro_batch, origin) == (taken, ORIGIN)
+    resolve(None, [*KEYS, *keys, f"parallel.micro_batch={taken}"])
+
+
+def test_a_layout_that_no_run_can_have_is_refused_and_not_timed() -> None:
+    keys = ["model=gpt2", "train.global_batch=64", "parallel.dp_replicate=8"]
+    advice = planned("8xH100", *keys, global_batch=61)
+    assert advice.asked is None
+    [line] = [line for line in advice.lines() if "the run spec's own layout" in line]
+    assert line.startswith(
+        "the run spec's own layout cannot run: train.global_batch 61 is not a multiple of micro_batch"
+    )
+    assert advice.as_dict()["asked_refusal"] in line
+    assert planned("8xH100", *keys).as_dict()["asked_refusal"] is None
+
+
+def test_rows_of_one_mesh_are_the_chosen_size_and_the_others_by_time() -> None:
+    nothing = dict.fromkeys(("seq_len", "tokens", "precision", "what_if", "price", "hardware"))
+    advice = answer(Question.read("gpt2", [], cluster="1xL4", global_batch=512, **nothing), top=8)  # type: ignore[arg-type]
+    lines = advice.lines()
+    heading = next(number for number, line in enumerate(lines) if "tok/s/GPU" in line)
+    first, second, *rest = [line.split() for line in lines[heading + 1 : heading + 9]]
+    # The second row is faster by less than 1%, and needs more memory.
+    assert (first[1], second[1]) == ("micro_batch=16", "micro_batch=32")
+    seconds = [float(cells[cells.index("s") - 1]) for cells in (second, *rest)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < float(first[2])
+    [why, *others] = advice.lost()
+    assert why.startswith("micro_batch=32: as fast within 1%, needs ")
+    assert why.endswith(" GiB more memory")
+    assert all(": +" in other for other in others)
+
+
+def test_a_layout_that_the_planner_chose_is_the_same_as_the_first() -> None:
+    assert "  micro_batch=64: the same as the first" in planned("1xH200", "model=gpt2", "train.global_batch=64").lines()
+
+
 def test_a_resumed_run_keeps_its_micro_batch_on_another_gpu(
     write_spec: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +198,7 @@ def test_a_resumed_run_keeps_its_micro_batch_on_another_gpu(
         return settle(resolve(path, overrides), path, overrides, 1, fresh=fresh)
 
     # Nothing is saved yet, and the CPU has no planner.
-    assert settled(None).origins["parallel.micro_batch"].startswith(FINAL)
+    assert settled(None).origins["parallel.micro_batch"] == UNTIL_START
     assert train(resolve(path, ["parallel.micro_batch=2"]), path, TrainOptions(quiet=True)) == 0
     for gpu in (None, "NVIDIA H200"):
         assert settled(gpu).spec.parallel.micro_batch == 2

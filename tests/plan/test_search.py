@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from argosy.config.divisors import divisors
-from argosy.config.resolve import resolve_model
+from argosy.config.resolve import resolve, resolve_model
+from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
 from argosy.plan.layout_rules import violations
 from argosy.plan.layouts import Layout, Work, parallel_keys
-from argosy.plan.search import EQUAL, Found, evaluate, micro_batches, search
+from argosy.plan.search import EQUAL, Candidate, Found, evaluate, micro_batches, search
 
 
 def found(model: str, cluster: str, batch: int, seq_len: int, **fixed: object) -> Found:
@@ -38,13 +40,22 @@ def test_the_best_layouts_fit_divide_and_are_ranked(model: str, cluster: str, ba
     assert all(candidate.fits for candidate in best)
     for candidate in best[:20]:
         assert not list(violations(candidate.work, candidate.layout, candidate.cluster.gpus))
-    # The first of each layout, which stands for the others with another micro-batch.
-    firsts = {replace(candidate.layout, micro_batch=1): candidate for candidate in reversed(best)}
-    times = [candidate.time.total for candidate in best if candidate in firsts.values()]
-    assert times == sorted(times)
+    # The chosen micro-batch of each layout comes first. The others are in the order of their times behind it.
+    by_layout: dict[Layout, list[Candidate]] = {}
     for candidate in best:
-        first = firsts[replace(candidate.layout, micro_batch=1)]
-        assert first.time.total <= EQUAL * candidate.time.total
+        by_layout.setdefault(replace(candidate.layout, micro_batch=1), []).append(candidate)
+    firsts = [chosen.time.total for chosen, *_ in by_layout.values()]
+    assert firsts == sorted(firsts)
+    for chosen, *others in by_layout.values():
+        times = [other.time.total for other in others]
+        assert times == sorted(times)
+        assert all(chosen.time.total <= EQUAL * time for time in times)
+    latest = 0.0
+    for candidate in best:
+        chosen = by_layout[replace(candidate.layout, micro_batch=1)][0]
+        place = max(candidate.time.total, chosen.time.total)
+        assert place >= latest
+        latest = place
     assert 0.25 < best[0].mfu < 0.75
 
 
@@ -124,3 +135,27 @@ def test_divisors_of_a_large_number_are_found_up_to_a_limit() -> None:
     assert divisors(10**18, 30) == (1, 2, 4, 5, 8, 10, 16, 20, 25)
     assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
     assert divisors(12, 5) == (1, 2, 3, 4)
+
+
+def test_a_micro_batch_that_cannot_run_is_not_the_one_to_fall_back_to() -> None:
+    known, nodes = calibration(), parse_cluster("4xL4")
+    layout = Layout(pp=4, vpp=2, schedule="interleaved-1f1b")
+    # No size fits. 18, 9 and 6 micro-batches of 1, 2 and 3 samples: the first two cannot be split into equal rounds of 4 or more.
+    work = Work(resolve_model("llama2-13b"), 4096, 18)
+    [smallest] = micro_batches(work, layout, nodes, known.stacks["argosy"], known)
+    assert not smallest.fits
+    assert smallest.layout.micro_batch == 3
+    # 61 samples cannot be split over 8 ranks.
+    odd = Work(resolve_model("gpt2"), 1024, 61)
+    assert micro_batches(odd, Layout(dp=8), parse_cluster("8xH100"), known.stacks["argosy"], known) == []
+
+
+@pytest.mark.parametrize("micros", range(1, 40))
+@pytest.mark.parametrize("pp", [2, 4, 6])
+def test_the_planner_and_a_run_accept_the_same_numbers_of_interleaved_micro_batches(micros: int, pp: int) -> None:
+    layout = Layout(pp=pp, vpp=2, schedule="interleaved-1f1b")
+    keys = [f"train.global_batch={micros}", f"parallel.pp={pp}", "parallel.schedule=interleaved-1f1b"]
+    refused = any(violations(Work(resolve_model("gpt2"), 1024, micros), layout, pp))
+    given = ["model=gpt2", "data.train=corpus", "train.steps=10", "optim.lr=1e-4", "parallel.micro_batch=1", *keys]
+    with pytest.raises(ArgosyError) if refused else nullcontext():
+        resolve(None, given)

@@ -20,7 +20,7 @@ from argosy.plan.kernels import Rates, efficiency
 from argosy.plan.layer import head_seconds, layer_parameters
 from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.links import group
-from argosy.plan.time import StepTime, micro_batch_time, step_time
+from argosy.plan.time import StepTime, bubble_seconds, micro_batch_time, step_time
 from argosy.plan.updating_rank import UpdatingRank
 
 
@@ -349,3 +349,11 @@ def test_a_batch_that_grows_has_fewer_tokens(tmp_path: Path) -> None:
     assert plan is not None
     assert full is not None
     assert plan["days"] < full["days"]
+
+
+@pytest.mark.parametrize("micros", [1, 2, 4, 8])
+def test_an_interleaved_pipeline_with_few_micro_batches_waits_as_the_run_says(micros: int) -> None:
+    layout = Layout(pp=4, vpp=2, schedule="interleaved-1f1b")
+    seconds = bubble_seconds(layout, micros, [1.0] * 4)
+    parallel = ParallelSpec(pp=4, vpp=2, schedule="interleaved-1f1b", micro_batch=1)
+    assert seconds / (seconds + micros) == pytest.approx(bubble(parallel, micros)[0])

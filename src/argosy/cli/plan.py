@@ -112,6 +112,7 @@ def plan(
         write_plot(advice.shown, plot)
     answered, lines = advice.as_dict() if as_json else {}, [] if as_json else advice.lines(explained=explain)
     if measured is not None:
+        from argosy.config.default_micro_batch import is_micro_batch_open
         from argosy.config.resolve import resolve
         from argosy.plan.measured_plan import read_measured
 
@@ -124,7 +125,7 @@ def plan(
                 fix=f"RUN.yaml in place of {target}",
             )
         found = resolve(Path(target), overrides or [], elsewhere=True)
-        is_open = found.origins["parallel.micro_batch"].startswith("derived")
+        is_open = is_micro_batch_open(found.origins)
         own = read_measured(measured, found.spec, advice.question.cluster, has_open_micro_batch=is_open)
         answered["measured"] = own.as_dict()
         lines += ["", *own.lines()]

@@ -7,9 +7,9 @@ the splits) run where the data is opened.
 from __future__ import annotations
 
 from argosy.config.data_checks import check_data
+from argosy.config.default_micro_batch import is_micro_batch_open
 from argosy.config.divisors import divisors
-from argosy.config.fp8_rules import FP8_ALIGNMENT as FP8_ALIGNMENT
-from argosy.config.fp8_rules import block_widths, fp8_micro_batch, require_fp8_layers
+from argosy.config.fp8_rules import block_widths, check_fp8_tokens, require_fp8_layers
 from argosy.config.layout import check_layout
 from argosy.config.lr_schedules import check_schedule
 from argosy.config.optimizers import RULES
@@ -100,8 +100,7 @@ def _check_batch(spec: RunSpec, origins: Origins) -> None:
     share = micro * ranks
     if batch % share:
         # A micro-batch that was not given adapts to the batch.
-        derived = origins.get("parallel.micro_batch", "").startswith("derived")
-        unit = ranks if derived else share
+        unit = ranks if is_micro_batch_open(origins) else share
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
         smaller = next((n for n in range(min(micro, batch), 0, -1) if batch % (n * ranks) == 0), None)
@@ -126,48 +125,6 @@ def _check_sequence(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("data.seq_len"),
             fix=f"data.seq_len={spec.model.max_seq_len}, or model.max_seq_len={spec.data.seq_len}",
         )
-
-
-def check_fp8_tokens(spec: RunSpec, origins: Origins) -> None:
-    """Raise an ArgosyError if a forward pass has a number of tokens that fp8 matmuls cannot have."""
-    if spec.train.precision != "fp8":
-        return
-    micro, cp = spec.parallel.micro_batch, spec.parallel.cp
-    others = {key.rpartition(".")[2]: length for key, length in task_of(spec).other_lengths(spec).items()}
-    lengths = {"seq_len": spec.data.seq_len, **others}
-    for name, length in lengths.items():
-        needed = fp8_micro_batch([length], cp)
-        if micro % needed == 0:
-            continue
-        over = f" / cp {cp}" if cp > 1 else ""
-        product = f"micro_batch {micro} x {name} {length}{over} = {micro * ((length or 1) // cp)}"
-        if length is None:
-            product = f"T5's targets can have any length, so micro_batch {micro} has to be a multiple itself"
-        unit = fp8_micro_batch(lengths.values(), cp)
-        fixes = [_aligned_batch(spec, unit)]
-        if name == "seq_len" and unit == needed:
-            fixes.append(f"a data.seq_len that is a multiple of {FP8_ALIGNMENT * cp}")
-        raise ArgosyError(
-            "config.arithmetic",
-            f"fp8 matmuls need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; {product}",
-            key="train.precision",
-            value="fp8",
-            origin=origins.get("train.precision"),
-            fix=", or ".join(fixes),
-        )
-
-
-def _aligned_batch(spec: RunSpec, unit: int) -> str:
-    """Suggest a micro-batch that is a multiple of `unit` samples, or a batch that allows one."""
-    ranks, ramp = spec.parallel.data_parallel, spec.train.batch_rampup
-    share = spec.train.batches.divisor // ranks
-    if share and share % unit == 0:
-        return f"parallel.micro_batch={unit}" + (" or a multiple of it" if share > unit else "")
-    over = f" = {unit} x {ranks} data-parallel ranks" if ranks > 1 else ""
-    batch = "a train.global_batch that is a multiple"
-    if ramp is not None:
-        batch = "a train.global_batch, batch_rampup.start and batch_rampup.increment that are multiples"
-    return f"{batch} of {unit * ranks}{over}, with parallel.micro_batch={unit}"
 
 
 def _check_writing(spec: RunSpec, origins: Origins) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argosy.config.checks import check_fp8_tokens
 from argosy.config.divisors import divisors
-from argosy.config.fp8_rules import FP8_ALIGNMENT
+from argosy.config.fp8_rules import FP8_ALIGNMENT, check_fp8_tokens
 from argosy.config.layout import check_layout
+from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
@@ -15,6 +15,11 @@ AUTO_MICRO_BATCH_TOKENS = 16_384
 # The origins of the size: one that the run uses, and one that the planner replaces when the run starts on a GPU.
 FINAL = "derived: parallel: auto"
 UNTIL_START = f"{FINAL}; on a GPU chosen at the start"
+
+
+def is_micro_batch_open(origins: Origins) -> bool:
+    """Return whether a spec leaves its micro-batch open, so that its size is a default."""
+    return origins.get("parallel.micro_batch") in (FINAL, UNTIL_START)
 
 
 def with_micro_batch(spec: RunSpec, size: int) -> RunSpec:

@@ -47,6 +47,11 @@ def micro_batches(spec: RunSpec, batch: int) -> int:
     return batch // (spec.parallel.micro_batch * spec.parallel.data_parallel)
 
 
+def can_interleave(micros: int, pp: int) -> bool:
+    """Return whether interleaved-1f1b can run `micros` micro-batches on `pp` ranks: in equal rounds of `pp` or more, or in one round."""
+    return micros % max(1, micros // pp) == 0
+
+
 def _check_stages(spec: RunSpec, origins: Origins) -> None:
     parallel, layers = spec.parallel, count_layers(spec.model)
     if spec.model.retrieval is not None:
@@ -81,8 +86,8 @@ def check_micro_batches(spec: RunSpec, batch: int, origins: Origins) -> None:
         cause = f"{made}, and dualpipev needs 2 x pp {parallel.pp} = {2 * parallel.pp} at least"
         raise _refusal("schedule", "dualpipev", cause, "more micro-batches, or schedule=zbv", origins)
     rounds = max(1, micros // parallel.pp)
-    if parallel.schedule == "interleaved-1f1b" and micros % rounds:
-        near = [n for n in range(1, 2 * micros) if n % max(1, n // parallel.pp) == 0]
+    if parallel.schedule == "interleaved-1f1b" and not can_interleave(micros, parallel.pp):
+        near = [n for n in range(1, 2 * micros) if can_interleave(n, parallel.pp)]
         below, above = max(n for n in near if n < micros), min(n for n in near if n > micros)
         cause = (
             f"{made}, which cannot be split into {rounds} equal rounds of pp {parallel.pp} or more micro-batches: "

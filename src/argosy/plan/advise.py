@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import gcd
 from pathlib import Path
 from typing import Any
 
+from argosy.config.checks import check
 from argosy.config.counts import count_parameters
-from argosy.config.default_micro_batch import planner_chooses
-from argosy.config.fp8_rules import has_fp8_layers
+from argosy.config.default_micro_batch import (
+    default_micro_batch,
+    is_micro_batch_open,
+    planner_chooses,
+    with_micro_batch,
+)
+from argosy.config.fp8_rules import has_fp8_layers, sequence_lengths
+from argosy.config.origins import Origins
 from argosy.config.overrides import Override
-from argosy.config.resolve import resolve, resolve_model
+from argosy.config.resolve import Resolved, resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
-from argosy.plan.calibration import calibration
+from argosy.plan.calibration import Calibration, Stack, calibration
 from argosy.plan.hardware import Cluster, parse_cluster, usual_price
 from argosy.plan.held_axes import held_axes
 from argosy.plan.layout_rules import violations
@@ -55,16 +61,16 @@ class Question:
     """The input of the planner.
 
     `tokens` is the length of the run, which `length_from` says the origin of, and `fixed` has the axes a user holds (`--what-if`).
-    `asked` is the run spec's own layout, if its world size is the cluster's; `asks_micro_batch`: a run with that layout leaves its
-    micro-batch to the planner. `offers_narrow`: the user chose no precision, so the
-    plan also reports fp8. `price_from` is the origin of the cluster's price, if the user did not give it.
+    `asked` is the run spec with the batch, samples and precision in question, if its world size is the cluster's; `asks_micro_batch`: a
+    run of it leaves its micro-batch to the planner. `offers_narrow`: the user chose no precision, so the plan also reports fp8.
+    `price_from` is the origin of the cluster's price, if the user did not give it.
     """
 
     work: Work
     cluster: Cluster
     tokens: int | None
     fixed: dict[str, object]
-    asked: Layout | None
+    asked: Resolved | None
     offers_narrow: bool = False
     length_from: str = ""
     price_from: str = ""
@@ -84,9 +90,9 @@ class Question:
         dollars per hour of one node, and `spot` the price of preemptible nodes as a share of it.
         """
         total, length_from = (None, "") if tokens is None else (_count(tokens), "--tokens")
-        spec, asks_micro_batch = None, False
+        spec, origins = None, Origins()
         if not isinstance(target, str) or target.endswith((".yaml", ".yml")) or Path(target).is_file():
-            spec, asks_micro_batch = (target, False) if isinstance(target, RunSpec) else _resolved(target, overrides)
+            spec, origins = (target, Origins()) if isinstance(target, RunSpec) else _resolved(target, overrides)
             work = work_of(spec, global_batch, seq_len, precision)
             if total is None:
                 total, length_from = _tokens_of(spec, _epoch_samples(spec)), "the run spec's length"
@@ -99,7 +105,7 @@ class Question:
             model = resolve_model(target, overrides)
             length = seq_len or model.max_seq_len
             # The targets of an encoder-decoder can have any length.
-            others = (None,) if architecture_of(model).two_sequences else ()
+            others = (("targets", None),) if architecture_of(model).two_sequences else ()
             batch = global_batch or max(1, DEFAULT_TOKENS // length)
             work = Work(model, length, batch, _precision(precision), other_lengths=others)
         if total is None and spec is None:
@@ -108,11 +114,14 @@ class Question:
                 "Chinchilla's 20 a parameter",
             )
         nodes, price_from = _cluster(cluster, spec, spot, price, hardware)
-        require_precision(work, nodes)
+        require_precision(work, nodes, origins.get("train.precision") if precision is None else "--precision")
+        own = None
+        if spec is not None and spec.parallel.world_size == nodes.gpus:
+            own = _own_run(Resolved(spec, origins), global_batch, seq_len, precision)
         return cls(
-            work, nodes, total, held_axes(what_if), None if spec is None else _asked(spec.parallel, nodes),
+            work, nodes, total, held_axes(what_if), own,
             offers_narrow=precision is None and work.precision == "bf16", length_from=length_from, price_from=price_from,
-            asks_micro_batch=asks_micro_batch,
+            asks_micro_batch=spec is not None and is_micro_batch_open(origins) and planner_chooses(spec),
             asked_gpus=None if spec is None or spec.parallel.world_size in (1, nodes.gpus) else spec.parallel.world_size,
         )  # fmt: skip
 
@@ -121,7 +130,7 @@ class Question:
 class Advice:
     """The answer of the planner.
 
-    `asked` is the run spec's own layout. `storage` is the write bandwidth for checkpoints in GB/s. `narrow` is the best layout with
+    `asked` is the run spec's own layout, or `refusal` says why it cannot run. `storage` is the write bandwidth for checkpoints in GB/s. `narrow` is the best layout with
     fp8 matmuls, if the GPU has them and the user chose no precision. `log` is a training log to compare with the plan.
     """
 
@@ -129,6 +138,7 @@ class Advice:
     found: Found
     shown: tuple[Candidate, ...]
     asked: Candidate | None
+    refusal: str | None
     storage: float
     narrow: Candidate | None = None
     log: Log | None = None
@@ -153,6 +163,8 @@ class Advice:
             lines += ["", f"the run spec's own layout{chosen}{fits}:", *table([self.asked], tokens)]
             lines += [f"  {why_lost(best, self.asked)}"]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
+        if self.refusal is not None:
+            lines += ["", f"the run spec's own layout cannot run: {self.refusal}"]
         if (gpus := self.question.asked_gpus) is not None:
             lines += ["", f"the run spec's own layout is for {gpus} GPUs, and this cluster has {best.cluster.gpus}"]
         lines += [f"warning: {warning}" for warning in warnings(best)]
@@ -196,6 +208,7 @@ class Advice:
             "left_out": dict(self.found.left_out),
             "plans": [as_dict(candidate, question.tokens) for candidate in self.shown],
             "asked": None if self.asked is None else as_dict(self.asked, question.tokens),
+            "asked_refusal": self.refusal,
             "fp8": None if self.narrow is None else as_dict(self.narrow, question.tokens),
             "log": None if self.log is None else {**asdict(self.log), "says": list(judge(self.log, self.shown[0]))},
         }
@@ -210,12 +223,48 @@ def answer(
     found = search(work, cluster, stack, known, question.fixed)
     if not found.best:
         raise nothing_found(work, cluster, question.fixed, found)
-    asked = None
-    if question.asked is not None:
-        own = micro_batches(work, question.asked, cluster, stack, known) if question.asks_micro_batch else []
-        asked = own[0] if own else evaluate(work, question.asked, cluster, stack, known)
+    asked = _asked_candidate(question, stack, known)
+    refusal = asked if isinstance(asked, str) else None
     narrow = _narrow(question, found.best[0]) if question.offers_narrow else None
-    return Advice(question, found, tuple(distinct(found, top)), asked, storage, narrow, log)
+    own = None if isinstance(asked, str) else asked
+    return Advice(question, found, tuple(distinct(found, top)), own, refusal, storage, narrow, log)
+
+
+def _asked_candidate(question: Question, stack: Stack, known: Calibration) -> Candidate | str | None:
+    """Return the run spec's own layout with the micro-batch that the run takes, or why the run is refused."""
+    if question.asked is None:
+        return None
+    spec, origins, work, cluster = question.asked.spec, question.asked.origins, question.work, question.cluster
+    layout = layout_of(spec.parallel)
+    chosen = micro_batches(work, layout, cluster, stack, known) if question.asks_micro_batch else []
+    # As `settle_micro_batch` does: the first that the checks of the run accept, or the size that the run was resolved with.
+    for candidate in chosen:
+        if _refusal(with_micro_batch(spec, candidate.layout.micro_batch), origins) is None:
+            return candidate
+    return _refusal(spec, origins) or evaluate(work, layout, cluster, stack, known)
+
+
+def _refusal(spec: RunSpec, origins: Origins) -> str | None:
+    """Return why a run is refused, or None."""
+    try:
+        check(spec, origins)
+    except ArgosyError as error:
+        return error.cause
+    return None
+
+
+def _own_run(own: Resolved, global_batch: int | None, seq_len: int | None, precision: str | None) -> Resolved:
+    """Return a run with another batch, samples or precision, and with the default micro-batch for them if its own is open."""
+    spec = own.spec
+    train = {
+        key: value for key, value in (("global_batch", global_batch), ("precision", precision)) if value is not None
+    }
+    data = {} if seq_len is None else {"seq_len": seq_len}
+    spec = spec.model_copy(
+        update={"train": spec.train.model_copy(update=train), "data": spec.data.model_copy(update=data)}
+    )
+    is_open = is_micro_batch_open(own.origins)
+    return Resolved(with_micro_batch(spec, default_micro_batch(spec)) if is_open else spec, own.origins)
 
 
 def _narrow(question: Question, best: Candidate) -> Candidate | None:
@@ -257,10 +306,9 @@ def predict(spec: RunSpec, cluster: Cluster) -> dict[str, Any] | None:
     return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
 
 
-def _resolved(target: str | Mapping[str, Any], overrides: Sequence[Override]) -> tuple[RunSpec, bool]:
-    """Return the spec of a run, and whether the planner chooses its micro-batch when it starts."""
+def _resolved(target: str | Mapping[str, Any], overrides: Sequence[Override]) -> tuple[RunSpec, Origins]:
     found = resolve(Path(target) if isinstance(target, str) else target, overrides, elsewhere=True)
-    return found.spec, found.origins["parallel.micro_batch"].startswith("derived") and planner_chooses(found.spec)
+    return found.spec, found.origins
 
 
 def _priced(cluster: Cluster, spot: float | None, hardware: str | None) -> tuple[Cluster, str]:
@@ -306,8 +354,8 @@ def work_of(
         replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not masks_vary(spec),
         sample_losses=task_of(spec).sample_losses,
         predicted=task_of(spec).predicted_share(spec),
-        other_lengths=tuple(task_of(spec).other_lengths(spec).values()),
-        ramp_divisor=gcd(*(spec.train.batches.rampup or ())[:2]),
+        other_lengths=tuple((name, length) for name, length in sequence_lengths(spec).items() if name != "seq_len"),
+        ramp_divisor=0 if spec.train.batch_rampup is None else spec.train.batches.divisor,
     )  # fmt: skip
 
 

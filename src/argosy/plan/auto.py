@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.checks import check
-from argosy.config.default_micro_batch import planner_chooses, with_micro_batch
+from argosy.config.default_micro_batch import is_micro_batch_open, planner_chooses, with_micro_batch
 from argosy.config.layout import AXES
 from argosy.config.overrides import Override
 from argosy.config.resolve import Resolved, resolve
@@ -90,13 +90,14 @@ def settle_micro_batch(resolved: Resolved, planned_on: Cluster | None, kept: int
     """Return the run with a micro-batch for its layout, if its spec leaves that open.
 
     A resumed run keeps the size it has, because another one changes the rounding of sums. A fresh run of a decoder gets the planner's
-    best on hardware that the planner knows, which is the one that `argosy plan` names. Other runs keep the size they were resolved with.
+    best on hardware that the planner knows, which is the one that `argosy plan` names beside the run spec's own layout; in its table, layouts
+    with recompute may have another. Other runs keep the size they were resolved with.
 
     Args:
         planned_on: the cluster, or None.
         kept: the size that the run was saved with, or None.
     """
-    if "micro_batch" not in _open_keys(resolved):
+    if not is_micro_batch_open(resolved.origins):
         return resolved
     sizes = [(kept, KEPT)] if kept is not None else []
     if planned_on is not None and planner_chooses(resolved.spec):
@@ -131,8 +132,9 @@ def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> Cluster | 
 
 
 def _open_keys(resolved: Resolved) -> set[str]:
-    return {
+    keys = {
         key
-        for key in (*AXES, "ep", "vpp", "schedule", "micro_batch", "recompute")
+        for key in (*AXES, "ep", "vpp", "schedule", "recompute")
         if resolved.origins[f"parallel.{key}"].startswith(("default", "derived"))
     }
+    return keys | {"micro_batch"} if is_micro_batch_open(resolved.origins) else keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from argosy.config.fp8_rules import FP8_ALIGNMENT
+from argosy.config.pipeline import can_interleave
 from argosy.families.architecture import architecture_of
 from argosy.plan.layouts import Layout, Work
 
@@ -33,18 +33,15 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
         yield f"cp {layout.cp}: context parallelism supports decoders only"
     if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):
         yield f"seq_len {work.seq_len} is not divisible by cp {layout.cp}" + (f" x tp {layout.tp}" if layout.sp else "")
-    if (aligned := work.micro_batch_multiple(layout.cp)) > 1 and layout.micro_batch % aligned:
-        yield (
-            f"micro_batch {layout.micro_batch} is no multiple of {aligned}: fp8 matmuls need a multiple of {FP8_ALIGNMENT} tokens, and a "
-            f"sample has {work.seq_len}" + (f" / cp {layout.cp}" if layout.cp > 1 else "")
-        )
+    if (unaligned := work.fp8_refusal(layout)) is not None:
+        yield unaligned[0]
     if work.divided_batch % (layout.dp * layout.micro_batch):
         ramped = "" if work.divided_batch == work.global_batch else f", or its ramp-up by {work.ramp_divisor},"
         yield (
             f"global_batch {work.global_batch}{ramped} is not divisible by dp {layout.dp} x micro_batch {layout.micro_batch}"
         )
-    elif layout.vpp > 1 and work.micro_batches(layout) % layout.pp:
-        yield f"{work.micro_batches(layout)} micro-batches are not a multiple of pp {layout.pp}, as interleaving needs"
+    elif layout.vpp > 1 and not layout.is_v_shaped and not can_interleave(work.micro_batches(layout), layout.pp):
+        yield f"{work.micro_batches(layout)} micro-batches cannot be interleaved in equal rounds of pp {layout.pp} or more"
     if layout.ep > 1 and (model.moe is None or model.moe.experts % layout.ep):
         yield f"ep {layout.ep} does not divide {0 if model.moe is None else model.moe.experts} experts"
     if layout.dp % layout.copies:

@@ -14,7 +14,7 @@ from argosy.config.counts import (
     norm_parameters,
     training_flops_per_token,
 )
-from argosy.config.fp8_rules import fp8_micro_batch
+from argosy.config.fp8_rules import fp8_micro_batch, fp8_refusal
 from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
@@ -157,8 +157,8 @@ class Work:
     sample_losses: int = 0
     # The share of tokens that the task predicts, if not the architecture's.
     predicted: float | None = None
-    # Tokens of a sample's other sequences, None for a length that only the data determines.
-    other_lengths: tuple[int | None, ...] = ()
+    # Names and tokens of a sample's other sequences, None for a length that only the data determines.
+    other_lengths: tuple[tuple[str, int | None], ...] = ()
     # The largest number that divides every batch of a ramp-up. 0: every batch is the global batch.
     ramp_divisor: int = 0
 
@@ -169,7 +169,21 @@ class Work:
 
     def micro_batch_multiple(self, cp: int) -> int:
         """Number of samples of which a micro-batch has to be a multiple: the tokens of fp8 matmuls are aligned."""
-        return fp8_micro_batch((self.seq_len, *self.other_lengths), cp) if self.precision == "fp8" else 1
+        return fp8_micro_batch(self.lengths.values(), cp) if self.precision == "fp8" else 1
+
+    @property
+    def lengths(self) -> dict[str, int | None]:
+        """Tokens of each sequence of a sample by name, None for a length that only the data determines."""
+        return {"seq_len": self.seq_len, **dict(self.other_lengths)}
+
+    def fp8_refusal(self, layout: Layout, *, has_open_micro_batch: bool = False) -> tuple[str, str] | None:
+        """Return why fp8 matmuls cannot have the tokens of this layout, and a fix; None if they can, or are not asked for."""
+        if self.micro_batch_multiple(layout.cp) == 1:
+            return None
+        size = None if has_open_micro_batch else layout.micro_batch
+        return fp8_refusal(
+            self.lengths, self.divided_batch, layout.dp, micro_batch=size, cp=layout.cp, ramped=self.ramp_divisor > 0
+        )
 
     @cached_property
     def flops_per_token(self) -> float:

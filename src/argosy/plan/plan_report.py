@@ -8,7 +8,7 @@ from typing import Any
 
 from argosy.config.counts import FLOPS_CONVENTION, checkpoint_bytes, describe_size
 from argosy.plan.layouts import Work, parallel_keys
-from argosy.plan.search import Candidate, Found, warnings
+from argosy.plan.search import EQUAL, Candidate, Found, warnings
 
 # The mean error of step times that the planner's constants have never seen: docs/benchmarks.md.
 MEAN_ERROR = 0.10
@@ -42,7 +42,7 @@ FORMULAS = {
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
-    """Return the fastest layout of every mesh, at most `count`.
+    """Return the first layout of every mesh, at most `count`.
 
     Variants of one mesh that differ in recompute or micro-batch are not shown as alternatives, unless there is only one mesh.
     """
@@ -186,14 +186,28 @@ def _with_error(value: float, digits: int) -> str:
 
 
 def why_lost(best: Candidate, other: Candidate) -> str:
-    """Describe the terms in which a layout is slower than the best one, and those in which it is faster."""
+    """Describe the terms in which a layout is slower than the best one, and those in which it is faster.
+
+    A layout that is not slower differs in memory, or is one that the search does not try.
+    """
     terms = {name: value - best.time.terms[name] for name, value in other.time.terms.items()}
     worse = sorted(((v, n) for n, v in terms.items() if v > 0.005 * best.time.total), reverse=True)[:3]
     better = sorted((v, n) for n, v in terms.items() if v < -0.005 * best.time.total)[:2]
     slower = other.time.total / best.time.total - 1
+    if slower <= 0:
+        return f"{other.layout}: {_not_slower(best, other, -slower)}"
     lost = ", ".join(f"{name} +{duration(value)}" for value, name in worse) or "nothing large"
     gain = "".join(f", {name} -{duration(-value)}" for value, name in better)
     return f"{other.layout}: {slower:+.1%}: {lost}{gain}"
+
+
+def _not_slower(best: Candidate, other: Candidate, gain: float) -> str:
+    """Describe a layout that is as fast as the best one or faster, by a share `gain` of its time."""
+    if other.layout == best.layout:
+        return "the same as the first"
+    faster = "as fast within 1%" if gain <= EQUAL - 1 else f"{gain:.1%} faster"
+    more = other.fullest.device - best.fullest.device
+    return f"{faster}, needs {abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"
 
 
 def explain(candidate: Candidate) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from argosy.config.counts import least_state_bytes
-from argosy.config.fp8_rules import FP8_ALIGNMENT, block_widths, require_fp8_layers
+from argosy.config.fp8_rules import block_widths, refused_precision, require_fp8_layers
 from argosy.errors import ArgosyError
 from argosy.plan.hardware import GIB, Cluster
 from argosy.plan.layout_rules import violations
@@ -16,32 +17,28 @@ from argosy.plan.search import Found
 FOR_STATE = 0.8
 
 
-def require_precision(work: Work, cluster: Cluster) -> None:
-    """Raise ArgosyError if the GPUs, the widths of the model or the tokens of a batch rule out the precision for every layout."""
+def require_precision(work: Work, cluster: Cluster, origin: str | None) -> None:
+    """Raise ArgosyError if the GPUs, the widths of the model or the tokens of a batch rule out the precision for every layout.
+
+    `origin` is where the precision was asked for: `--precision`, or the origin of the run spec's.
+    """
     if work.precision not in ("bf16", "fp32") and work.precision not in cluster.gpu.dense:
-        raise no_such_precision(work.precision, cluster)
+        raise no_such_precision(work.precision, cluster, origin)
     if work.precision != "fp8":
         return
-    require_fp8_layers(block_widths(work.model), "--precision")
-    if work.divided_batch % (multiple := work.micro_batch_multiple(1)):
-        raise ArgosyError(
-            "config.arithmetic",
-            f"fp8 matmuls need a multiple of {FP8_ALIGNMENT} tokens in a forward pass, which samples of {work.seq_len} tokens have in "
-            f"micro-batches of {multiple}; a batch of {work.divided_batch} cannot be split into those",
-            key="train.precision",
-            value="fp8",
-            origin="--precision",
-            fix=f"a global batch that is a multiple of {multiple}, or a seq_len that is a multiple of {FP8_ALIGNMENT}",
-        )
+    require_fp8_layers(block_widths(work.model), origin)
+    if (unaligned := work.fp8_refusal(Layout(), has_open_micro_batch=True)) is not None:
+        raise refused_precision(*unaligned, origin)
 
 
-def no_such_precision(precision: str, cluster: Cluster) -> ArgosyError:
+def no_such_precision(precision: str, cluster: Cluster, origin: str | None) -> ArgosyError:
     """Return the error for a precision that the cluster's GPUs do not have."""
     return ArgosyError(
         "plan.bad-question",
         f"{cluster.gpu.name} has no {precision} matmuls, only {', '.join(cluster.gpu.dense)}",
-        key="--precision",
+        key="--precision" if origin == "--precision" else "train.precision",
         value=precision,
+        origin=None if origin == "--precision" else origin,
         fix="use bf16, or GPUs that have it (Hopper, Ada, Blackwell)",
     )
 
@@ -60,9 +57,15 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
             value=cluster.name,
             fix=f"use {more}, GPUs with more memory, or shorter sequences",
         )
-    why = "they do not divide"
-    if fixed:
-        tried = Layout(**fixed)  # type: ignore[arg-type]
+    why, fix = "they do not divide", "choose a batch that is a multiple of the number of GPUs"
+    tried = Layout(**fixed) if fixed else Layout(dp=cluster.gpus)  # type: ignore[arg-type]
+    unaligned = work.fp8_refusal(tried, has_open_micro_batch="micro_batch" not in fixed)
+    if unaligned is not None:
+        why, fix = unaligned
+    elif fixed:
+        fix = "fix other values, or fewer"
+        # An open micro-batch is one that the rules allow.
+        tried = replace(tried, micro_batch=fixed.get("micro_batch", work.micro_batch_multiple(tried.cp)))  # type: ignore[arg-type]
         why = next(violations(work, tried, tried.gpus), f"no layout of {cluster.gpus} GPUs has these values")
     return ArgosyError(
         "plan.no-layout",
@@ -70,5 +73,5 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         f"{work.global_batch}: {why}",
         key="--global-batch" if not fixed else "--what-if",
         value=",".join(f"{axis}={value}" for axis, value in fixed.items()) or work.global_batch,
-        fix="choose a batch that is a multiple of the number of GPUs" if not fixed else "fix other values, or fewer",
+        fix=fix,
     )

@@ -1,8 +1,9 @@
 """Exhaustive search over parallel layouts, fastest first.
 
 Memory is computed first, and only layouts that fit are timed, so thousands of layouts take about a second. Layouts that do not fit
-or do not divide are counted by reason. `search` and `micro_batches` consider the same micro-batches and rank them by the same rule, so a
-run that leaves only its micro-batch open gets the one that a plan of its layout names.
+or do not divide are counted by reason. `search` and `micro_batches` rank micro-batches by the same rule, so a run that leaves only its
+micro-batch open gets the one that a plan names for its layout. Layouts with recompute are an exception: `search` tries them only with the
+micro-batches that do not fit with less recompute, and `micro_batches` with all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from argosy.config.divisors import divisors
+from argosy.config.pipeline import can_interleave
 from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
@@ -168,7 +170,11 @@ def _variants(work: Work, base: Layout, experts: list[int], sizes: list[int], do
         for micro_batch in sizes:
             for vpp in chunks:
                 m = max(1, work.global_batch // (base.dp * micro_batch))
-                if vpp > 1 and (m % base.pp or (vpp > 2 and (base.pp - 1) * 2 / vpp < SMALL_BUBBLE * m)):
+                if vpp > 1 and (
+                    m < base.pp
+                    or not can_interleave(m, base.pp)
+                    or (vpp > 2 and (base.pp - 1) * 2 / vpp < SMALL_BUBBLE * m)
+                ):
                     continue
                 for zero, copies in zeros if ep == 1 else [(3, 1)]:
                     yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, copies=copies)
@@ -193,48 +199,48 @@ def micro_batch_sizes(work: Work, layout: Layout) -> list[int]:
 def micro_batches(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> list[Candidate]:
     """Return a layout with each of its micro-batch sizes that fits, best first.
 
-    If no size fits, the result is the smallest. It is empty if no size can run.
+    If no size fits, the result is the smallest that can run. It is empty if no size can run.
     """
     every = [replace(layout, micro_batch=size) for size in micro_batch_sizes(work, layout)]
-    found = [
-        evaluate(work, one, cluster, stack, known)
-        for one in every
-        if not any(violations(work, one, layout.gpus)) and _need(work, one, stack, known) <= MARGIN * cluster.gpu.memory
-    ]
-    return _by_micro_batch(found) if found else [evaluate(work, one, cluster, stack, known) for one in every[:1]]
+    every = [one for one in every if not any(violations(work, one, layout.gpus))]
+    fitting = [one for one in every if _need(work, one, stack, known) <= MARGIN * cluster.gpu.memory]
+    return _by_micro_batch([evaluate(work, one, cluster, stack, known) for one in fitting or every[:1]])
 
 
 def _by_micro_batch(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates of one layout, which differ in the micro-batch, best first.
+    """Return the candidates of one layout, which differ in the micro-batch: the chosen one, and the others by step time.
 
-    Step times that differ by less than the prediction can tell count as equal. Of equal sizes the largest that leaves much of the memory
-    free comes first, and then the smallest.
+    Step times that differ by less than the prediction can tell count as equal. Of equal sizes the choice is the largest that leaves much
+    of the memory free, or else the smallest.
     """
+    if len(found) < 2:
+        return list(found)
     equal = EQUAL * min(candidate.time.total for candidate in found)
 
-    def place(candidate: Candidate) -> tuple[float, bool, int]:
-        size = candidate.layout.micro_batch
-        if candidate.time.total > equal:
-            return candidate.time.total, False, size
-        need = _need(candidate.work, candidate.layout, candidate.stack, candidate.known)
+    def place(candidate: Candidate) -> tuple[bool, int]:
+        need, size = (
+            _need(candidate.work, candidate.layout, candidate.stack, candidate.known),
+            candidate.layout.micro_batch,
+        )
         is_full = need > ROOMY * candidate.cluster.gpu.memory
-        return equal, is_full, size if is_full else -size
+        return is_full, size if is_full else -size
 
-    return sorted(found, key=place) if len(found) > 1 else list(found)
+    chosen = min((candidate for candidate in found if candidate.time.total <= equal), key=place)
+    others = [candidate for candidate in found if candidate is not chosen]
+    return [chosen, *sorted(others, key=lambda candidate: candidate.time.total)]
 
 
 def _ranked(fitting: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates in the order of their step times. Those that differ in the micro-batch alone keep the order of `_by_micro_batch`."""
+    """Return candidates in the order of their step times, but the chosen micro-batch of a layout before its others."""
     layouts_found: dict[Layout, list[Candidate]] = {}
     for candidate in fitting:
         layouts_found.setdefault(replace(candidate.layout, micro_batch=1), []).append(candidate)
     placed: list[tuple[float, Candidate]] = []
     for same in layouts_found.values():
-        slowest = 0.0
-        for candidate in _by_micro_batch(same):
-            slowest = max(slowest, candidate.time.total)
-            placed.append((slowest, candidate))
-    # The sort is stable, so a layout's candidates with the same `slowest` keep their order.
+        [chosen, *others] = _by_micro_batch(same)
+        placed.append((chosen.time.total, chosen))
+        placed += [(max(chosen.time.total, other.time.total), other) for other in others]
+    # The sort is stable, so others that are faster than the chosen one follow it in the order of their times.
     return [candidate for _, candidate in sorted(placed, key=lambda one: one[0])]
 
 

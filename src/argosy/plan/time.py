@@ -160,12 +160,14 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
 def bubble_seconds(layout: Layout, micro_batches: int, stages: list[float]) -> float:
     """Return the seconds of the pipeline bubble on the slowest stage.
 
+    With fewer micro-batches than ranks, an interleaved schedule waits for the first micro-batch before each further virtual stage.
     A V-shaped schedule splits a stage's work in three passes (forward, input gradients, weight gradients) and idles for one of
     them where other schedules idle for all three. `zbv` idles longer if the micro-batches are too few to fill its way down and up.
     """
     others = sum(stages) - max(stages)
     if not layout.is_v_shaped or layout.pp == 1:
-        return others / layout.vpp
+        waits = (layout.vpp - 1) * max(0, layout.pp - micro_batches) / max(1, layout.pp - 1)
+        return (1 + waits) * others / layout.vpp
     passes = float(layout.pp - 1)
     if layout.schedule == "zbv":
         passes = max(passes, 2 * (2 * layout.pp - 1 - micro_batches))

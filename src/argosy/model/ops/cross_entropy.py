@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from argosy.compat import add_product, require_all
-from argosy.config.checks import FP8_ALIGNMENT
+from argosy.config.fp8_rules import FP8_ALIGNMENT
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 

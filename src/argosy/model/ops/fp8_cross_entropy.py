@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.config.checks import FP8_ALIGNMENT
+from argosy.config.fp8_rules import FP8_ALIGNMENT
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.cross_entropy import (
