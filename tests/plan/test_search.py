@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from argosy.config.divisors import divisors
+from argosy.config.batches import divisors
 from argosy.config.resolve import resolve, resolve_model
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
-from math import gcd
+from functools import cached_property, lru_cache
+from math import gcd, isqrt
 from typing import NamedTuple
 
 
@@ -105,3 +105,15 @@ class Batches:
                 stages.append(_Stage(step, sample, size))
             step, sample = step + steps, sample + steps * size
         return [*stages, _Stage(step, sample, self.global_batch)]
+
+
+@lru_cache
+def divisors(number: int, most: int | None = None) -> tuple[int, ...]:
+    """Return the divisors of a whole number above 0, smallest first; with `most`, those up to it.
+
+    The time grows with the square root of the number, and at most with `most`.
+    """
+    root = isqrt(number)
+    small = [n for n in range(1, min(root, most or root) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return tuple(n for n in (*small, *large) if most is None or n <= most)

@@ -6,9 +6,9 @@ the splits) run where the data is opened.
 
 from __future__ import annotations
 
+from argosy.config.batches import divisors
 from argosy.config.data_checks import check_data
 from argosy.config.default_micro_batch import is_micro_batch_open
-from argosy.config.divisors import divisors
 from argosy.config.fp8_rules import block_widths, check_fp8_tokens, require_fp8_layers
 from argosy.config.layout import check_layout
 from argosy.config.lr_schedules import check_schedule
@@ -29,7 +29,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_sequence(spec, origins)
     if spec.train.precision == "fp8":
         require_fp8_layers(block_widths(spec.model), origins.get("train.precision"))
-    check_fp8_tokens(spec, origins)
+        check_fp8_tokens(spec, origins)
     check_data(spec, origins)
     _check_writing(spec, origins)
     _check_optimiser(spec, origins)

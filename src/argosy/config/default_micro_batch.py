@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.config.divisors import divisors
+from argosy.config.batches import divisors
 from argosy.config.fp8_rules import FP8_ALIGNMENT, check_fp8_tokens
 from argosy.config.layout import check_layout
 from argosy.config.origins import Origins

@@ -7,13 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from argosy.config.checks import check
 from argosy.config.counts import count_parameters
 from argosy.config.default_micro_batch import (
-    default_micro_batch,
     is_micro_batch_open,
     planner_chooses,
-    with_micro_batch,
 )
 from argosy.config.fp8_rules import has_fp8_layers, sequence_lengths
 from argosy.config.origins import Origins
@@ -23,12 +20,13 @@ from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
-from argosy.plan.calibration import Calibration, Stack, calibration
+from argosy.plan.calibration import calibration
 from argosy.plan.hardware import Cluster, parse_cluster, usual_price
 from argosy.plan.held_axes import held_axes
 from argosy.plan.layout_rules import violations
 from argosy.plan.layouts import Layout, Work, parallel_keys
 from argosy.plan.log import Log, judge
+from argosy.plan.own_layout import layout_of, own_candidate, own_run
 from argosy.plan.plan_report import (
     LEGEND,
     MEAN_ERROR,
@@ -117,7 +115,7 @@ class Question:
         require_precision(work, nodes, origins.get("train.precision") if precision is None else "--precision")
         own = None
         if spec is not None and spec.parallel.world_size == nodes.gpus:
-            own = _own_run(Resolved(spec, origins), global_batch, seq_len, precision)
+            own = own_run(Resolved(spec, origins), global_batch, seq_len, precision)
         return cls(
             work, nodes, total, held_axes(what_if), own,
             offers_narrow=precision is None and work.precision == "bf16", length_from=length_from, price_from=price_from,
@@ -130,8 +128,9 @@ class Question:
 class Advice:
     """The answer of the planner.
 
-    `asked` is the run spec's own layout, or `refusal` says why it cannot run. `storage` is the write bandwidth for checkpoints in GB/s. `narrow` is the best layout with
-    fp8 matmuls, if the GPU has them and the user chose no precision. `log` is a training log to compare with the plan.
+    `asked` is the run spec's own layout, or `refusal` says why it cannot run. `storage` is the write bandwidth for checkpoints in GB/s.
+    `narrow` is the best layout with fp8 matmuls, if the GPU has them and the user chose no precision. `log` is a training log to compare
+    with the plan.
     """
 
     question: Question
@@ -223,48 +222,13 @@ def answer(
     found = search(work, cluster, stack, known, question.fixed)
     if not found.best:
         raise nothing_found(work, cluster, question.fixed, found)
-    asked = _asked_candidate(question, stack, known)
-    refusal = asked if isinstance(asked, str) else None
+    own, refusal = None, None
+    if question.asked is not None:
+        own, refusal = own_candidate(
+            question.asked, work, cluster, stack, known, leaves_micro_batch=question.asks_micro_batch
+        )
     narrow = _narrow(question, found.best[0]) if question.offers_narrow else None
-    own = None if isinstance(asked, str) else asked
     return Advice(question, found, tuple(distinct(found, top)), own, refusal, storage, narrow, log)
-
-
-def _asked_candidate(question: Question, stack: Stack, known: Calibration) -> Candidate | str | None:
-    """Return the run spec's own layout with the micro-batch that the run takes, or why the run is refused."""
-    if question.asked is None:
-        return None
-    spec, origins, work, cluster = question.asked.spec, question.asked.origins, question.work, question.cluster
-    layout = layout_of(spec.parallel)
-    chosen = micro_batches(work, layout, cluster, stack, known) if question.asks_micro_batch else []
-    # As `settle_micro_batch` does: the first that the checks of the run accept, or the size that the run was resolved with.
-    for candidate in chosen:
-        if _refusal(with_micro_batch(spec, candidate.layout.micro_batch), origins) is None:
-            return candidate
-    return _refusal(spec, origins) or evaluate(work, layout, cluster, stack, known)
-
-
-def _refusal(spec: RunSpec, origins: Origins) -> str | None:
-    """Return why a run is refused, or None."""
-    try:
-        check(spec, origins)
-    except ArgosyError as error:
-        return error.cause
-    return None
-
-
-def _own_run(own: Resolved, global_batch: int | None, seq_len: int | None, precision: str | None) -> Resolved:
-    """Return a run with another batch, samples or precision, and with the default micro-batch for them if its own is open."""
-    spec = own.spec
-    train = {
-        key: value for key, value in (("global_batch", global_batch), ("precision", precision)) if value is not None
-    }
-    data = {} if seq_len is None else {"seq_len": seq_len}
-    spec = spec.model_copy(
-        update={"train": spec.train.model_copy(update=train), "data": spec.data.model_copy(update=data)}
-    )
-    is_open = is_micro_batch_open(own.origins)
-    return Resolved(with_micro_batch(spec, default_micro_batch(spec)) if is_open else spec, own.origins)
 
 
 def _narrow(question: Question, best: Candidate) -> Candidate | None:
@@ -382,17 +346,6 @@ def _epoch_samples(spec: RunSpec) -> int | None:
 
 def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
     return layout_of(parallel) if parallel.world_size == cluster.gpus else None
-
-
-def layout_of(parallel: ParallelSpec) -> Layout:
-    """Return the layout of a run spec as the planner describes it."""
-    zero = 3 if parallel.dp_shard > 1 else 0
-    return Layout(
-        tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
-        copies=parallel.dp_replicate if zero else 1,
-        sp=parallel.tp > 1 and parallel.sp, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
-        schedule=None if parallel.pp == 1 else parallel.schedule,
-    )  # fmt: skip
 
 
 def _precision(asked: str | None) -> str:

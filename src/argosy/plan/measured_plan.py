@@ -21,11 +21,12 @@ from argosy.config.default_micro_batch import with_micro_batch
 from argosy.config.layout import check_world, describe_layout
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.plan.advise import STACK, layout_of, work_of
+from argosy.plan.advise import STACK, work_of
 from argosy.plan.calibration import Calibration, Stack, calibration
 from argosy.plan.hardware import Cluster
 from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import StageMemory, stage_memory
+from argosy.plan.own_layout import layout_of
 from argosy.plan.plan_report import duration
 from argosy.plan.time import MicroBatchTime, bubble_seconds, micro_batch_time, once_a_step
 

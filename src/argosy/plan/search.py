@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from argosy.config.divisors import divisors
+from argosy.config.batches import divisors
 from argosy.config.pipeline import can_interleave
 from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.families.architecture import architecture_of
