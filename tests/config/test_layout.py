@@ -64,6 +64,11 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
         (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 2"),
         (["ep=3", "dp_shard=2"], "dp_shard x cp ranks that hold the experts, 2, cannot", "parallel.ep 2"),
         (["dp_shard=5"], "global_batch 24 is not a multiple of micro_batch 1 x 5", "global_batch 20 or 25"),
+        (
+            ["dp_shard=5", "micro_batch=auto"],
+            "global_batch 24 is not a multiple of 5 data-parallel",
+            "use global_batch 20 or 25",
+        ),
     ],
 )
 def test_an_axis_that_does_not_divide_is_refused(keys: list[str], cause: str, fix: str) -> None:

@@ -160,8 +160,8 @@ def test_a_layout_that_no_run_can_have_is_refused_and_not_timed() -> None:
     advice = planned("8xH100", *keys, global_batch=61)
     assert advice.asked is None
     [line] = [line for line in advice.lines() if "the run spec's own layout" in line]
-    assert line.startswith(
-        "the run spec's own layout cannot run: train.global_batch 61 is not a multiple of micro_batch"
+    assert line == (
+        "the run spec's own layout cannot run: train.global_batch 61 is not a multiple of 8 data-parallel ranks (61 / 8 = 7.62)"
     )
     assert advice.as_dict()["asked_refusal"] in line
     assert planned("8xH100", *keys).as_dict()["asked_refusal"] is None

@@ -46,7 +46,7 @@ def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     kernel has no blocks, and how many elements it sums one after the other depends on the processor.
     """
     if tensors[0].is_cuda:
-        # Torch sums nothing in fewer bits than it has.
+        # Torch refuses to sum 64-bit elements in 32 bits.
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         dtype = torch.float64 if wide else torch.float32
         norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).double()

@@ -99,15 +99,16 @@ def _check_batch(spec: RunSpec, origins: Origins) -> None:
     batch, micro, ranks = spec.train.global_batch, spec.parallel.micro_batch, spec.parallel.data_parallel
     share = micro * ranks
     if batch % share:
+        unit, named = share, f"micro_batch {micro} x {ranks} data-parallel ranks = {share}"
         # A micro-batch that was not given adapts to the batch.
-        unit = ranks if is_micro_batch_open(origins) else share
+        if is_micro_batch_open(origins) and batch % ranks:
+            unit, named = ranks, f"{ranks} data-parallel ranks"
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
         smaller = next((n for n in range(min(micro, batch), 0, -1) if batch % (n * ranks) == 0), None)
         raise ArgosyError(
             "config.arithmetic",
-            f"train.global_batch {batch} is not a multiple of micro_batch {micro} x {ranks} data-parallel ranks = {share} "
-            f"({batch} / {share} = {batch / share:.3g})",
+            f"train.global_batch {batch} is not a multiple of {named} ({batch} / {unit} = {batch / unit:.3g})",
             key="train.global_batch",
             value=batch,
             origin=origins.get("train.global_batch"),

@@ -15,6 +15,7 @@ from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.plan.advise import ranked_layouts, ranked_micro_batches
 from argosy.plan.hardware import Cluster, gpu_of_device, parse_cluster
+from argosy.plan.own_layout import refusal_of
 from argosy.plan.this_machine import local_gpus
 
 ORIGIN = "planner"
@@ -104,11 +105,8 @@ def settle_micro_batch(resolved: Resolved, planned_on: Cluster | None, kept: int
         sizes += [(size, ORIGIN) for size in ranked_micro_batches(resolved.spec, planned_on)]
     for size, origin in sizes:
         spec = with_micro_batch(resolved.spec, size)
-        try:
-            check(spec, resolved.origins)
-        except ArgosyError:
-            continue
-        return Resolved(spec, resolved.origins | {"parallel.micro_batch": origin})
+        if refusal_of(spec, resolved.origins) is None:
+            return Resolved(spec, resolved.origins | {"parallel.micro_batch": origin})
     return resolved
 
 

@@ -50,13 +50,13 @@ def own_candidate(
     layout = layout_of(own.spec.parallel)
     # As `settle_micro_batch` does: the first that the checks of the run accept, or the size that the run was resolved with.
     for candidate in micro_batches(work, layout, cluster, stack, known) if leaves_micro_batch else ():
-        if _refusal(with_micro_batch(own.spec, candidate.layout.micro_batch), own.origins) is None:
+        if refusal_of(with_micro_batch(own.spec, candidate.layout.micro_batch), own.origins) is None:
             return candidate, None
-    refusal = _refusal(own.spec, own.origins)
+    refusal = refusal_of(own.spec, own.origins)
     return (evaluate(work, layout, cluster, stack, known), None) if refusal is None else (None, refusal)
 
 
-def _refusal(spec: RunSpec, origins: Origins) -> str | None:
+def refusal_of(spec: RunSpec, origins: Origins) -> str | None:
     """Return why a run is refused, or None."""
     try:
         check(spec, origins)
