@@ -316,16 +316,20 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
     constants = heads | {"WIDTH": width, "WORKERS": workers, "STAGES": stages}
     blocks = {"q": 64, "k": 128, "v": 128, "out": 64}
     for bounds, known in (bounded("first"), unbounded("first")):
-        made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32"} | bounds, ["scale"], constants | known)
+        made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32", "taken": "*i32"} | bounds, ["scale"], constants | known)
         assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
     logs = {"logs": f"tensordesc<fp32[1, 128],{sums._LOGS!r}>"}
-    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "norms": "*fp32", "largest": "*fp32", "found": "*i32"}
+    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "inverse": "*fp32", "largest": "*fp32", "found": "*i32"}
+    adds = "red.global.add.s32"
+    if width == 128:
+        logs |= {"sums": f"tensordesc<i32[64, 64],{sums._TILE!r}>", "inverse": f"tensordesc<fp32[1, 64],{sums._LOGS!r}>"}
+        adds = "cp.reduce.async.bulk.tensor"
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
     for (bounds, known), found in ((unbounded("last"), {"found": None}), (bounded("last"), {"found": None}), (unbounded("last"), {})):
         constants = heads | {"SECTION": 2} | known | found
         pointers = {name: kind for name, kind in (logs | bounds).items() if name not in found}
         made = compiled(kernel, width, blocks, pointers, ["scale", "plain_scale"], constants)
-        assert made.asm["cubin"] and made.asm["ptx"].count("red.global.add.s32") >= 4
+        assert made.asm["cubin"] and adds in made.asm["ptx"]
 print("compiled")
 """
 
@@ -349,46 +353,47 @@ k, v = torch.randn(2, batch, seq, heads // group, 64)
 k[1, 5, 0, 7] = -9.0
 v[0, 77, 1] *= 5
 lse, logs = torch.randn(batch, heads, seq), torch.full((batch * heads * seq // 64, 128), 7.0)
-sums, norms = torch.full((batch * heads * seq * 64,), 7, dtype=torch.int32), torch.full((batch * heads * seq,), 7.0)
+sums, inverse = torch.full((batch * heads * seq * 64,), 7, dtype=torch.int32), torch.full((batch * heads * seq,), 7.0)
 largest = torch.zeros(batch * heads // group * 2, dtype=torch.int32)
 grid = (batch * heads * seq // 64,)
 strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
-before[grid](out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, 64, 64, _LEAST.value)
+before[grid](out, d_out, k, v, lse, logs, inverse, largest, sums, -3.0, seq, heads, *strides, group, 64, 64, _LEAST.value)
 assert not sums.any()
 blocks = logs.view(batch, heads, -1, 2, 64)
-torch.testing.assert_close(blocks[..., 0, :].flatten(2), lse * 1.4426950408889634)
-torch.testing.assert_close(blocks[..., 1, :].flatten(2), (out * d_out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
-norms = norms.view(batch, heads, seq)
+torch.testing.assert_close(blocks[..., 0, :].flatten(2), lse * -3.0)
+torch.testing.assert_close(blocks[..., 1, :].flatten(2), -(out * d_out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
+norms = 1 / inverse.view(batch, heads, seq)
 torch.testing.assert_close(norms, d_out.norm(dim=-1).transpose(1, 2).clamp_min(_LEAST.value))
 largest = largest.view(torch.float32)
 most = largest.view(batch, heads // group, 2)
 torch.testing.assert_close(most[..., 0], k.abs().amax((1, 3)))
 torch.testing.assert_close(most[..., 1], v.norm(dim=-1).amax(1))
-# As the adding warps place what they have: by the formula of their addresses, four values from each.
+# As the adding warps place what they have: by the formula of their addresses, four values from each; or by rows.
 row, column = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
 by_fragments = ((row // 16) * 8 + column // 8) * 128 + (row % 8) * 4 + (column % 8) // 2 + (row % 16 // 8 * 2 + column % 2) * 32
-by_rows = row // 2 * 128 + row % 2 * 16 + column // 4 + column % 4 * 32
+assert torch.equal(by_fragments.flatten().sort().values, torch.arange(4096))
 numbers = _UNITS.value, _LEAST.value, _TWICE.value, 3
 units = (norms * (_TWICE.value * most.prod(-1).repeat_interleave(group, 1) / _UNITS.value)[..., None])
-for width, place in ((64, by_fragments), (128, by_rows)):
-    assert torch.equal(place.flatten().sort().values, torch.arange(4096))
-    halves = torch.randint(-(2**30), 2**30, (batch, heads, seq // 64, width // 64, 64, 64), dtype=torch.int32)
-    sums = torch.empty(batch, heads, seq // 64, width // 64, 4096, dtype=torch.int32)
-    sums[..., place] = halves
+for width in (64, 128):
+    added = torch.randint(-(2**30), 2**30, (batch, heads, seq // 64, 64, width), dtype=torch.int32)
+    sums = added
+    if width == 64:
+        sums = torch.empty(batch, heads, seq // 64, 4096, dtype=torch.int32)
+        sums[..., by_fragments] = added
     d_q = torch.empty(batch, seq, heads, width + 32)[..., :width]
     places, found = d_q.stride()[1:3], torch.zeros(3, dtype=torch.int32)
-    after[grid](sums, norms, largest, d_q, found, seq, heads, *places, 0.5, group, width, 64, 64, *numbers)
+    after[grid](sums, inverse, largest, d_q, found, seq, heads, *places, 0.5, group, width, 64, *numbers)
     assert found.view(torch.float32).max() == d_q.abs().max() and found.all()
-    wanted = halves.transpose(3, 4).flatten(4, 5).flatten(2, 3) * units[..., None] * 0.5
+    wanted = added.flatten(2, 3) * units[..., None] * 0.5
     torch.testing.assert_close(d_q, wanted.transpose(1, 2))
 # What is not a number stays none: in dO for its query, in K or V for all queries of the head.
 d_out[1, 2, 3, 4], k[0, 9, 1, 0], v[1, 100, 0, 63] = torch.nan, torch.inf, torch.nan
 largest = torch.zeros_like(largest, dtype=torch.int32)
-before[grid](out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, 64, 64, _LEAST.value)
+before[grid](out, d_out, k, v, lse, logs, inverse, largest, sums, -3.0, seq, heads, *strides, group, 64, 64, _LEAST.value)
 d_q = torch.empty(batch, seq, heads, 64)
 sums = torch.zeros(batch * heads * seq * 64, dtype=torch.int32)
 found.zero_()
-after[grid](sums, norms, largest.view(torch.float32), d_q, found, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, 64, *numbers)
+after[grid](sums, inverse, largest.view(torch.float32), d_q, found, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, *numbers)
 assert found.view(torch.float32).max() == torch.inf
 lost = d_q.isnan().all(-1)
 assert lost[0, :, 2:].all() and lost[1, :, :2].all() and lost[1, 2, 3] and int(lost.sum()) == 2 * 2 * seq + 1

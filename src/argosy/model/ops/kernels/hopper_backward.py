@@ -12,6 +12,8 @@ threads' registers. BOUNDED, each key has a last query that sees it.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,37 +55,50 @@ def _lasts(bounds, sample, block, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _fetcher(
-    here, fetch, bounds, key_blocks, seq,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    k_here, v_here, q_here, d_out_here, logs_here, _, kv_full, full, free, _, _ = here
-    q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head = fetch
-    blocks = key_blocks * _WORKERS
-    pair, key_block = _place(key_blocks, SECTION)
-    start = pair // KV_HEADS * seq
-    kv_head = pair % KV_HEADS
+def _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr):
+    """Load the keys and values of a program."""
+    k_here, v_here, _, _, _, _, kv_full, _, _, _, _ = here
+    _, k, v, _, _, _, k_head, v_head, _ = fetch
     mbarrier.expect(kv_full.index(0), 2 * _WORKERS * _SIDE * WIDTH * 2)
     for worker in gl.static_range(_WORKERS):
-        row = start + (key_block * _WORKERS + worker) * _SIDE
-        _fetch(k, [row, kv_head * k_head], kv_full.index(0), k_here.index(worker))
-        _fetch(v, [row, kv_head * v_head], kv_full.index(0), v_here.index(worker))
+        row = pair // KV_HEADS * seq + (key_block * _WORKERS + worker) * _SIDE
+        _fetch(k, [row, pair % KV_HEADS * k_head], kv_full.index(0), k_here.index(worker))
+        _fetch(v, [row, pair % KV_HEADS * v_head], kv_full.index(0), v_here.index(worker))
+
+
+@gluon.jit
+def _fetch_queries(
+    here, fetch, step, pair, member, block, seq,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Load a block of queries of a head of the group, what belongs to them, and wait for ROWS numbers a query in all."""
+    _, _, q_here, d_out_here, logs_here, _, _, full, free, _, _ = here
+    q, _, _, d_out, logs, q_head, _, _, d_out_head = fetch
+    stage = step % STAGES
+    head = pair % KV_HEADS * GROUP + member
+    row = pair // KV_HEADS * seq + block * _SIDE
+    mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + ROWS * _SIDE * 4)
+    _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
+    tile = (pair * GROUP + member) * (seq // _SIDE) + block
+    _fetch(logs, [tile, 0], full.index(stage), logs_here.index(stage))
+    _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
+
+
+@gluon.jit
+def _fetcher(
+    here, fetch, bounds, key_blocks, seq, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr
+):  # fmt: skip
+    pair, key_block = _place(key_blocks, SECTION)
+    _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS, _WIDTH)
     for step in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
         block, member = _step(step, key_block, GROUP)
-        head = kv_head * GROUP + member
-        stage = step % STAGES
-        row = start + block * _SIDE
-        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + 2 * _SIDE * 4)
-        _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
-        _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
-        _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
+        _fetch_queries(here, fetch, step, pair, member, block, seq, KV_HEADS, GROUP, _WIDTH, _STAGES, 2)
 
 
 @gluon.jit
 def _adder(
-    here, sums, norms, largest, bounds, key_blocks,
+    here, sums, inverse, largest, bounds, key_blocks,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -96,7 +111,7 @@ def _adder(
         block, member = _step(step, key_block, GROUP)
         slot = step % _SLOTS
         tile = (pair * GROUP + member) * blocks + block
-        norm = gl.load(norms + tile * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SUM)))
+        factor = units * gl.load(inverse + tile * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SUM)))
         mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
         d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
         d_s = ds_here.index(slot * _WORKERS).permute((1, 0))
@@ -110,7 +125,7 @@ def _adder(
         column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
         inner = ((row // 16) * (_WIDTH // 8) + column // 8) * 128 + (row % 8) * 4 + (column % 8) // 2
         target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
-        _add(d_q * (units / norm)[:, None], (target + inner).to(gl.int64))
+        _add(d_q * factor[:, None], (target + inner).to(gl.int64))
 
 
 @gluon.jit
@@ -131,9 +146,9 @@ def _work(
     mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
     s = warpgroup_mma(k, q_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     d_p = warpgroup_mma(v, d_out_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    lse = logs.index(0).load(QUERIES)
+    minus_lse = logs.index(0).load(QUERIES)
     s = warpgroup_mma_wait(1, deps=[s])
-    x = s * scale - lse[None, :]
+    x = s * scale + minus_lse[None, :]
     if MASKED:
         block, _ = _step(step, key_block, GROUP)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
@@ -142,12 +157,12 @@ def _work(
         if BOUNDED:
             x = gl.where(queries[None, :] <= lasts[:, None], x, -float("inf"))
     p = _exp2(x)
-    delta = logs.index(1).load(QUERIES)
+    minus_delta = logs.index(1).load(QUERIES)
     # This wait is here to keep the assembler from moving the wait for d_p above the exponentials.
     mbarrier.wait(ds_free.index(slot), ((step // _SLOTS) & 1) ^ 1)
     d_p, p = warpgroup_mma_wait(0, deps=[d_p, p])
     d_v = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), LEFT), d_out_here.index(stage), d_v, is_async=True)
-    d_s = (p * (d_p - delta[None, :])).to(gl.bfloat16)
+    d_s = (p * (d_p + minus_delta[None, :])).to(gl.bfloat16)
     d_k = warpgroup_mma(gl.convert_layout(d_s, LEFT), q_here.index(stage), d_k, is_async=True)
     ds_here.index(slot * _WORKERS + WORKER).store(d_s)
     fence_async_shared()
@@ -187,7 +202,7 @@ def _worker(
 
 @gluon.jit
 def _attention_backward(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, found, last, last_batch,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, inverse, largest, found, last, last_batch,
     key_blocks, seq, q_head, k_head, v_head, d_out_head, d_token, d_head, scale, plain_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -217,8 +232,8 @@ def _attention_backward(
     gl.warp_specialize([
         (_worker, (here, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),
         (_worker, (here, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, BOUNDED)),
-        (_adder, (here, sums, norms, largest, bounds, key_blocks, KV_HEADS, GROUP, SECTION, BOUNDED)),
-        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED, _WIDTH, _STAGES)),
+        (_adder, (here, sums, inverse, largest, bounds, key_blocks, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
@@ -233,4 +248,6 @@ def attend_backward(
         beside: write the gradients to parts of one tensor, if q, k and v are such.
         measured: note the largest magnitudes in the gradients.
     """
-    return run_backward(_attention_backward, d_out, q, k, v, out, lse, scale, last, beside, measured)
+    return run_backward(
+        _attention_backward, d_out, q, k, v, out, lse, scale, last, beside, measured, lse_factor=-1 / math.log(2), by_tiles=False
+    )  # fmt: skip

@@ -3,8 +3,11 @@
 As for heads of 64 (`hopper_backward`), a program has 128 keys of one KV head and iterates over the queries that see them, and two
 workers of four warps have 64 keys each. Their sums of dK and dV fill the registers, so there is no room for a third group of warps to
 compute dQ = dS^T K. Instead each worker computes half of dQ's columns, over all 128 keys. It reads the other worker's dS from shared
-memory one step late, beside the scores of the next step, so that neither worker waits for the other. Four more warps read dQ from shared
-memory and add it to the sums in memory (`hopper_sums.py`). BOUNDED, each key has a last query that sees it.
+memory one step late, beside its own matmuls for dV and dK, so that neither worker waits for the other. One more warp adds dQ from shared
+memory to the sums in memory (`hopper_sums.py`).
+
+All programs start with the last queries: those that run together then read the same queries, and add to the same sums, at about the same
+time, and both stay cached. BOUNDED, each key has a last query that sees it.
 """
 
 from __future__ import annotations
@@ -15,89 +18,92 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetcher, _lasts
-from argosy.model.ops.kernels.hopper_forward import _exp2
-from argosy.model.ops.kernels.hopper_sums import _add, _units, run_backward
+from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetch_keys, _fetch_queries, _lasts
+from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
+from argosy.model.ops.kernels.hopper_sums import _COLUMNS, _add_tile, _rounded, _units, run_backward
 from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps, _store_gradients
 
-_WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
+_WIDTH = gl.constexpr(128)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
-# Queries whose dQ is added at a time.
-_CHUNK = gl.constexpr(8)
+
+
+@gluon.jit
+def _fetcher(
+    here, adding, fetch, inverse, bounds, key_blocks, seq,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    pair, key_block = _place(key_blocks, SECTION)
+    _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS, _WIDTH)
+    steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+    for step in range(steps):
+        block, member = _step(steps - 1 - step, key_block, GROUP)
+        _fetch_queries(here, fetch, step, pair, member, block, seq, KV_HEADS, GROUP, _WIDTH, _STAGES, 3)
+        tile = (pair * GROUP + member) * (seq // _SIDE) + block
+        _fetch(inverse, [tile, 0], here[7].index(step % _STAGES), adding[0].index(step % _STAGES))
+
+
+@gluon.jit
+def _adder(
+    adding, sums, bounds, key_blocks, seq, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr
+):  # fmt: skip
+    """Add the workers' halves of dQ to the sums of a block of queries."""
+    _, dq_here, dq_full, dq_free = adding
+    pair, key_block = _place(key_blocks, SECTION)
+    steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+    for step in range(steps):
+        block, member = _step(steps - 1 - step, key_block, GROUP)
+        row = (pair * GROUP + member) * seq + block * _SIDE
+        for worker in gl.static_range(_WORKERS):
+            mbarrier.wait(dq_full.index(worker), step & 1)
+            _add_tile(sums, [row, worker * _COLUMNS], dq_here.index(worker))
+        for worker in gl.static_range(_WORKERS):
+            tma.store_wait(_WORKERS - 1 - worker)
+            mbarrier.arrive(dq_free.index(worker), count=1)
 
 
 @gluon.jit
 def _late_product(here, slot, WORKER: gl.constexpr):
     """Start the matmul for dQ of the step whose dS is in a slot: this worker's half of the columns, over all keys."""
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
     k_here, _, _, _, _, ds_here, _, _, _, _, _ = here
-    d_q = gl.zeros([_SIDE, _HALF], gl.float32, SUM)
+    d_q = gl.zeros([_SIDE, _COLUMNS], gl.float32, SUM)
     for part in gl.static_range(_WORKERS):
-        keys = k_here.index(part).slice(WORKER * _HALF, _HALF, dim=1)
+        keys = k_here.index(part).slice(WORKER * _COLUMNS, _COLUMNS, dim=1)
         d_s = ds_here.index(slot * _WORKERS + part).permute((1, 0))
         d_q = warpgroup_mma(d_s, keys, d_q, use_acc=part > 0, is_async=True)
     return d_q
 
 
 @gluon.jit
-def _norms_at(norms, step, pair, key_block, blocks, GROUP: gl.constexpr, THREADS: gl.constexpr):
-    """Return the norms of dO of the queries of a step, one for each thread."""
-    block, member = _step(step, key_block, GROUP)
-    return gl.load(norms + ((pair * GROUP + member) * blocks + block) * _SIDE + gl.arange(0, _SIDE, THREADS))
-
-
-@gluon.jit
-def _adder(
-    adding, sums, norms, largest, bounds, key_blocks,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """Add the workers' halves of dQ to the sums of a block of queries."""
-    dq_here, factors_here, dq_full, dq_free = adding
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pair, key_block = _place(key_blocks, SECTION)
-    blocks = key_blocks * _WORKERS
-    units = _units(largest, pair)
-    row = gl.arange(0, _CHUNK, gl.SliceLayout(1, ROWS))[:, None]
-    column = gl.arange(0, _HALF, gl.SliceLayout(0, ROWS))[None, :]
-    inner = (row // 2 * 128 + row % 2 * 16 + column // 4) * 4
-    steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
-    norm = _norms_at(norms, 0, pair, key_block, blocks, GROUP, THREADS)
-    chunks = _as_rows(factors_here, _SIDE // _CHUNK, _CHUNK, FLAT)
-    for step in range(steps):
-        block, member = _step(step, key_block, GROUP)
-        tile = (pair * GROUP + member) * blocks + block
-        target = sums.to(gl.int64) + tile.to(gl.int64) * (_SIDE * _WIDTH * 4)
-        factors_here.store(units / norm)
-        # Read a step early: the latency is not exposed.
-        norm = _norms_at(norms, gl.minimum(step + 1, steps - 1), pair, key_block, blocks, GROUP, THREADS)
-        for worker in gl.static_range(_WORKERS):
-            mbarrier.wait(dq_full.index(worker), step & 1)
-            for chunk in gl.static_range(_SIDE // _CHUNK):
-                factors = chunks.index(chunk).load(gl.SliceLayout(1, ROWS))
-                values = dq_here.index(worker).slice(chunk * _CHUNK, _CHUNK, dim=0).load(ROWS)
-                places = target + (worker * _SIDE + chunk * _CHUNK) * (_HALF * 4) + inner
-                _add(values * factors[:, None], places)
-            mbarrier.arrive(dq_free.index(worker), count=1)
-
-
-@gluon.jit
-def _hand_over(d_q, step, adding, WORKER: gl.constexpr):
-    """Pass a step's dQ to the warps that add it."""
-    dq_here, _, dq_full, dq_free = adding
+def _hand_over(d_q, factors, step, adding, WORKER: gl.constexpr):
+    """Pass a step's dQ, in units, to the warp that adds it."""
+    _, dq_here, dq_full, dq_free = adding
+    d_q = _rounded(d_q * factors[:, None])
     mbarrier.wait(dq_free.index(WORKER), (step & 1) ^ 1)
     dq_here.index(WORKER).store(d_q)
+    fence_async_shared()
     mbarrier.arrive(dq_full.index(WORKER), count=1)
 
 
 @gluon.jit
+def _masked(x, block, key_block, lasts, WORKER: gl.constexpr, BOUNDED: gl.constexpr):
+    """Return the scores of a block of queries without those of keys that they do not see."""
+    keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, x.type.layout))
+    queries = block * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(0, x.type.layout))
+    x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
+    if BOUNDED:
+        x = gl.where(queries[None, :] <= lasts[:, None], x, -float("inf"))
+    return x
+
+
+@gluon.jit
 def _work(
-    here, adding, d_k, d_v, step, key_block, lasts, scale,
+    here, adding, d_k, d_v, late_factors, units, step, steps, key_block, lasts, scale,
     WORKER: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
@@ -106,37 +112,23 @@ def _work(
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_here, v_here, q_here, d_out_here, logs_here, ds_here, _, full, free, ds_full, ds_free = here
-    nothing = gl.zeros([_SIDE, _SIDE], gl.float32, SCORES)
     stage = step % _STAGES
     slot = step % _SLOTS
     late = step - 1
     logs = _as_rows(logs_here.index(stage), 2, _SIDE, FLAT)
+    # Both accumulators start with what is added to them, which then needs no registers of its own.
+    nothing = gl.zeros([_SIDE, _SIDE], gl.float32, SCORES)
     mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
-    # Both accumulators start with the value to subtract, which then needs no registers of its own.
-    s = nothing - (logs.index(0).load(QUERIES) / scale)[None, :]
+    s = nothing + logs.index(0).load(QUERIES)[None, :]
     s = warpgroup_mma(k_here.index(WORKER), q_here.index(stage).permute((1, 0)), s, is_async=True)
-    if FIRST:
-        s = warpgroup_mma_wait(0, deps=[s])
-    else:
-        mbarrier.wait(ds_full.index(late % _SLOTS), (late // _SLOTS) & 1)
-        d_q = _late_product(here, late % _SLOTS, WORKER)
-        s = warpgroup_mma_wait(2, deps=[s])
+    d_p = nothing + logs.index(1).load(QUERIES)[None, :]
+    d_p = warpgroup_mma(v_here.index(WORKER), d_out_here.index(stage).permute((1, 0)), d_p, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale
     if MASKED:
-        block, _ = _step(step, key_block, GROUP)
-        keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
-        queries = block * _SIDE + gl.arange(0, _SIDE, QUERIES)
-        x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
-        if BOUNDED:
-            x = gl.where(queries[None, :] <= lasts[:, None], x, -float("inf"))
+        block, _ = _step(steps - 1 - step, key_block, GROUP)
+        x = _masked(x, block, key_block, lasts, WORKER, BOUNDED)
     p = _exp2(x)
-    if not FIRST:
-        d_q, p = warpgroup_mma_wait(0, deps=[d_q, p])
-        mbarrier.arrive(ds_free.index(late % _SLOTS), count=1)
-    if not FIRST:
-        _hand_over(d_q, late, adding, WORKER)
-    d_p = nothing - logs.index(1).load(QUERIES)[None, :]
-    d_p = warpgroup_mma(v_here.index(WORKER), d_out_here.index(stage).permute((1, 0)), d_p, is_async=True)
     mbarrier.wait(ds_free.index(slot), ((step // _SLOTS) & 1) ^ 1)
     d_p, p = warpgroup_mma_wait(0, deps=[d_p, p])
     d_v = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), LEFT), d_out_here.index(stage), d_v, is_async=True)
@@ -145,19 +137,31 @@ def _work(
     ds_here.index(slot * _WORKERS + WORKER).store(d_s)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot), count=1)
-    d_k, d_v = warpgroup_mma_wait(0, deps=[d_k, d_v])
-    mbarrier.arrive(free.index(stage), count=1)
-    return d_k, d_v
+    inverse = _as_rows(adding[0].index(stage), 1, _SIDE, FLAT).index(0)
+    factors = inverse.load(gl.SliceLayout(1, late_factors.type.layout.parent)) * units
+    if FIRST:
+        d_k, d_v = warpgroup_mma_wait(0, deps=[d_k, d_v])
+        mbarrier.arrive(free.index(stage), count=1)
+    else:
+        mbarrier.wait(ds_full.index(late % _SLOTS), (late // _SLOTS) & 1)
+        d_q = _late_product(here, late % _SLOTS, WORKER)
+        d_k, d_v, d_q = warpgroup_mma_wait(0, deps=[d_k, d_v, d_q])
+        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(ds_free.index(late % _SLOTS), count=1)
+        _hand_over(d_q, late_factors, late, adding, WORKER)
+    return d_k, d_v, factors
 
 
 @gluon.jit
 def _worker(
-    here, adding, out, bounds, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
+    here, adding, out, largest, bounds, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
     pair, key_block = _place(key_blocks, SECTION)
     steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
+    units = _units(largest, pair)
     lasts = 0
     if BOUNDED:
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
@@ -165,26 +169,33 @@ def _worker(
     mbarrier.wait(here[6].index(0), 0)
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-    # Steps up to the diagonal block, which mask keys; BOUNDED, all steps do.
-    masked = (WORKER + 1) * GROUP
+    factors = gl.zeros([_SIDE], gl.float32, gl.SliceLayout(1, HALF))
+    # The step from which on keys are masked: that of the diagonal block; BOUNDED, all steps do.
+    masked = gl.maximum(1, steps - (WORKER + 1) * GROUP)
     if BOUNDED:
-        masked = steps
-    d_k, d_v = _work(here, adding, d_k, d_v, 0, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True, True)
+        masked = 1
+    d_k, d_v, factors = _work(
+        here, adding, d_k, d_v, factors, units, 0, steps, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True, True
+    )  # fmt: skip
     for step in range(1, masked):
-        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True, False)
+        d_k, d_v, factors = _work(
+            here, adding, d_k, d_v, factors, units, step, steps, key_block, lasts, scale, WORKER, GROUP, BOUNDED, False, False
+        )  # fmt: skip
     for step in range(masked, steps):
-        d_k, d_v = _work(here, adding, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, False, False)
+        d_k, d_v, factors = _work(
+            here, adding, d_k, d_v, factors, units, step, steps, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True, False
+        )  # fmt: skip
     last = steps - 1
     mbarrier.wait(here[9].index(last % _SLOTS), (last // _SLOTS) & 1)
     d_q = _late_product(here, last % _SLOTS, WORKER)
     d_q = warpgroup_mma_wait(0, deps=[d_q])
-    _hand_over(d_q, last, adding, WORKER)
+    _hand_over(d_q, factors, last, adding, WORKER)
     _store_gradients(out, d_k, d_v, pair, key_block, seq, WORKER, KV_HEADS, _WIDTH, SUM)
 
 
 @gluon.jit
 def _attention_backward_128(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, norms, largest, found, last, last_batch,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, inverse, largest, found, last, last_batch,
     key_blocks, seq, q_head, k_head, v_head, d_out_head, d_token, d_head, scale, plain_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -199,8 +210,8 @@ def _attention_backward_128(
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    dq_here = gl.allocate_shared_memory(gl.float32, [_WORKERS, _SIDE, _HALF], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-    factors_here = gl.allocate_shared_memory(gl.float32, [_SIDE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    inverse_here = gl.allocate_shared_memory(gl.float32, [_STAGES, 1, _SIDE], inverse.layout)
+    dq_here = gl.allocate_shared_memory(gl.int32, [_WORKERS, _SIDE, _COLUMNS], sums.layout)
     dq_full = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
@@ -217,14 +228,14 @@ def _attention_backward_128(
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, found, d_token, d_head, plain_scale)
-    adding = (dq_here, factors_here, dq_full, dq_free)
+    adding = (inverse_here, dq_here, dq_full, dq_free)
     bounds = (last, last_batch)
     gl.warp_specialize([
-        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),
-        (_worker, (here, adding, out, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, BOUNDED)),
-        (_adder, (adding, sums, norms, largest, bounds, key_blocks, KV_HEADS, GROUP, SECTION, BOUNDED)),
-        (_fetcher, (here, fetch, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED, _WIDTH, _STAGES)),
-    ], [4, 4, 1], [224, 40, 24])  # fmt: skip
+        (_worker, (here, adding, out, largest, bounds, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_worker, (here, adding, out, largest, bounds, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_adder, (adding, sums, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED)),
+        (_fetcher, (here, adding, fetch, inverse, bounds, key_blocks, seq, KV_HEADS, GROUP, SECTION, BOUNDED)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 def attend_backward(
@@ -232,4 +243,6 @@ def attend_backward(
     measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `hopper_backward.attend_backward` does, for [batch, seq, heads, 128]."""
-    return run_backward(_attention_backward_128, d_out, q, k, v, out, lse, scale, last, beside, measured)
+    return run_backward(
+        _attention_backward_128, d_out, q, k, v, out, lse, scale, last, beside, measured, lse_factor=-1 / scale, by_tiles=True
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """The forward pass of causal attention on Hopper.
 
-A program is persistent: it has a multiprocessor to itself and takes tiles in turn, the longest first. One warp loads blocks of
-keys and values into a ring buffer in shared memory. Workers of four warps each compute: a worker has 64 queries of one head, and
+A program is persistent: it has a multiprocessor to itself and takes tiles, the longest of a sample first, until none is left. So all end
+at about the same time, whatever their tiles take, also if other work has some of the multiprocessors. One warp takes them, tells the
+workers their numbers, and loads blocks of keys and values into a ring buffer in shared memory. Workers of four warps each compute: a worker has 64 queries of one head, and
 the heads that share a KV head work on the same blocks. While one worker computes exponentials, the matmuls of the others run.
 
 A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, so that
@@ -51,22 +52,31 @@ def _log2(x):
 
 
 @gluon.jit
-def _tile_count(tiles):
-    """Return how many tiles this program takes: the i-th of each even round, the i-th from the end of each odd round."""
-    programs = gl.num_programs(0)
-    rounds = tiles // programs
-    place = gl.where(rounds % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-    return rounds + (place < tiles % programs).to(gl.int32)
+def _split(number, head_tiles, KV_HEADS: gl.constexpr):
+    """Return batch x KV_HEADS + KV head, and which of its tiles (0 is the longest), for the number of a tile."""
+    within = number % (KV_HEADS * head_tiles)
+    return number // (KV_HEADS * head_tiles) * KV_HEADS + within % KV_HEADS, within // KV_HEADS
 
 
 @gluon.jit
-def _tile(turn, head_tiles, KV_HEADS: gl.constexpr):
-    """Return batch x KV_HEADS + KV head, and which of its tiles (0 is the longest), for this program's turn."""
-    programs = gl.num_programs(0)
-    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
-    tile = turn * programs + place
-    within = tile % (KV_HEADS * head_tiles)
-    return tile // (KV_HEADS * head_tiles) * KV_HEADS + within % KV_HEADS, within // KV_HEADS
+def _tell(number, turn, turns):
+    """Tell the workers the number of the tile of a turn."""
+    numbers_here, told, heard = turns
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(heard.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    numbers_here.index(turn % 2).store(gl.full([1], number, gl.int32, LANES))
+    mbarrier.arrive(told.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _hear(turn, turns):
+    """Return the number of the tile of a turn."""
+    numbers_here, told, heard = turns
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(told.index(turn % 2), (turn // 2) & 1)
+    number = gl.max(numbers_here.index(turn % 2).load(LANES), 0)
+    mbarrier.arrive(heard.index(turn % 2), count=1)
+    return number
 
 
 @gluon.jit
@@ -94,7 +104,7 @@ def _unseen_blocks(bounds, sample, block, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def _fetcher(
-    ring, fetch, bounds, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
+    ring, turns, taken, fetch, bounds, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
     STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
@@ -105,8 +115,13 @@ def _fetcher(
     late_stage = 0
     late_row = 0
     late_column = 0
-    for turn in range(_tile_count(tiles)):
-        pair, tile = _tile(turn, head_tiles, KV_HEADS)
+    turn = 0
+    number = gl.atomic_add(taken, 1, sem="relaxed")
+    while number < tiles:
+        _tell(number, turn, turns)
+        # Taken a turn early: the latency is not exposed.
+        following = gl.atomic_add(taken, 1, sem="relaxed")
+        pair, tile = _split(number, head_tiles, KV_HEADS)
         start = pair // KV_HEADS * seq
         kv_head = pair % KV_HEADS
         longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
@@ -132,9 +147,13 @@ def _fetcher(
             late_row = row
             late_column = kv_head * v_head
             count += 1
-    mbarrier.wait(free.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
-    mbarrier.expect(v_full.index(late_stage), _KEYS * WIDTH * 2)
-    _fetch(v, [late_row, late_column], v_full.index(late_stage), v_here.index(late_stage))
+        turn += 1
+        number = following
+    _tell(number, turn, turns)
+    if count > 0:
+        mbarrier.wait(free.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
+        mbarrier.expect(v_full.index(late_stage), _KEYS * WIDTH * 2)
+        _fetch(v, [late_row, late_column], v_full.index(late_stage), v_here.index(late_stage))
 
 
 @gluon.jit
@@ -157,7 +176,7 @@ def _skip(ring, count, blocks, STAGES: gl.constexpr):
 
 @gluon.jit
 def _worker(
-    ring, work, bounds, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    ring, turns, work, bounds, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
     WORKERS: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
@@ -170,8 +189,10 @@ def _worker(
     count = 0
     queries = q_here.index(WORKER)
     nothing = gl.zeros([_QUERIES, _KEYS], gl.float32, SCORES)
-    for turn in range(_tile_count(tiles)):
-        pair, tile = _tile(turn, head_tiles, KV_HEADS)
+    turn = 0
+    number = _hear(turn, turns)
+    while number < tiles:
+        pair, tile = _split(number, head_tiles, KV_HEADS)
         longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
         block, head = _part(tile, WORKER, blocks, GROUP, WORKERS)
         key_blocks = _key_blocks(block)
@@ -235,12 +256,14 @@ def _worker(
         fence_async_shared()
         place = [pair // KV_HEADS * seq + block * _QUERIES, (pair % KV_HEADS * GROUP + head) * out_head]
         _write(out, place, out_here.index(WORKER))
+        turn += 1
+        number = _hear(turn, turns)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _attention_forward(
-    q, k, v, out, lse, first, first_batch, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
+    q, k, v, out, lse, taken, first, first_batch, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -253,6 +276,12 @@ def _attention_forward(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    numbers_here = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(told.index(slot), count=1)
+        mbarrier.init(heard.index(slot), count=WORKERS)
     for worker in gl.static_range(WORKERS):
         mbarrier.init(q_full.index(worker), count=1)
         mbarrier.init(q_free.index(worker), count=1)
@@ -262,21 +291,22 @@ def _attention_forward(
         mbarrier.init(free.index(stage), count=WORKERS)
     fence_async_shared()
     ring = (q_here, k_here, v_here, q_full, q_free, k_full, v_full, free)
+    turns = (numbers_here, told, heard)
     work = (out, lse, out_here, seq, out_head, tiles, head_tiles, scale)
     fetch = (q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles)
     bounds = (first, first_batch)
     if WORKERS == 3:
         gl.warp_specialize([
-            (_worker, (ring, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_worker, (ring, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_worker, (ring, work, bounds, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_fetcher, (ring, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, turns, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, turns, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, turns, work, bounds, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_fetcher, (ring, turns, taken, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_worker, (ring, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_worker, (ring, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_fetcher, (ring, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, turns, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, turns, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_fetcher, (ring, turns, taken, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
         ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -291,11 +321,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None) 
     workers, stages = _TEAMS[width]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
+    # How many tiles have been taken.
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     head_tiles = triton.cdiv(seq // _QUERIES.value * (heads // kv_heads), workers)
     tiles = head_tiles * batch * kv_heads
     _attention_forward[(min(processors(q.device), tiles),)](
         described(q, _QUERIES.value), described(k, _KEYS.value), described(v, _KEYS.value),
-        described(out, _QUERIES.value), lse, *bound(first), seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
+        described(out, _QUERIES.value), lse, taken, *bound(first), seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
         tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, width, workers, stages, first is not None,
         num_warps=4,
     )  # fmt: skip

@@ -8,6 +8,8 @@ which adding floats does not. A query's unit, the value of 1, is 2^-30 of a boun
 with the norm of the query's dO, the largest norm of the head's V and the largest magnitude in its K. Rounding to units changes dQ less than
 rounding dO and dS to 16 bits does: by some 1e-5 of a row's norm, or 1e-2 at worst where one channel of K and one row of V are 30
 times the others.
+
+For heads of 64, registers are added to the sums; for heads of 128, whole tiles of shared memory are (`_add_tile`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import bound, described
@@ -29,8 +33,9 @@ from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, secti
 from argosy.model.ops.largest import note
 
 _LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-# Columns of dQ that are written at a time.
-_PART = 64
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+# Columns of a tile that is added.
+_COLUMNS = gl.constexpr(64)
 # The bound of a gradient in units, half of the largest integer; the norm and the bound that smaller ones count as; and 2, with room for
 # what rounding adds to the bound.
 _UNITS, _LEAST, _TWICE = gl.constexpr(2.0**30), gl.constexpr(1e-18), gl.constexpr(2.05)
@@ -49,6 +54,18 @@ def _add(values, places):
     gl.inline_asm_elementwise(_ADD, _ADD_OPERANDS, [values, places], dtype=gl.int32, is_pure=False, pack=4)
 
 
+@builtin
+def _add_tile(sums, place, tile, _semantic=None):
+    """Start to add a tile in shared memory to the sums, by their TMA descriptor. Triton 3.6 has no function for it yet."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, sums.handle, place, tile.handle)
+
+
+@gluon.jit
+def _rounded(x):
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def _units(largest, pair):
     """Return 1 in units, for a query of a KV head whose dO has the norm 1."""
@@ -65,11 +82,12 @@ def _raise(largest, value):
 
 @triton.jit
 def _attention_before(
-    out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token,
-    d_out_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    out, d_out, k, v, lse, logs, inverse, largest, sums, lse_factor, seq, heads, out_batch, out_token, out_head, d_out_batch,
+    d_out_token, d_out_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Prepare R queries of a head: write lse to base 2, delta (the sum of out x d_out) and the norm of d_out, and zero the sums of dQ.
+    """Prepare R queries of a head: write lse times a factor, minus delta (the sum of out x d_out) and 1 / the norm of d_out, and zero the
+    sums of dQ.
 
     For R keys of a KV head, the program of its first query head raises the largest magnitude in K and the largest norm of V.
     """
@@ -83,13 +101,11 @@ def _attention_before(
     row = batch * heads + head
     first = row * seq + block * R
     here = tl.arange(0, R)
-    tl.store(logs + first * 2 + here, tl.load(lse + first + here) * 1.4426950408889634)
-    tl.store(logs + first * 2 + R + here, tl.sum(o * d, 1))
+    tl.store(logs + first * 2 + here, tl.load(lse + first + here) * lse_factor)
+    tl.store(logs + first * 2 + R + here, -tl.sum(o * d, 1))
     square = tl.sum(d * d, 1)
-    tl.store(
-        norms + first + here,
-        tl.where(square > LEAST * LEAST, tl.sqrt(square), tl.where(square == square, LEAST, square)),
-    )
+    norm = tl.where(square > LEAST * LEAST, tl.sqrt(square), tl.where(square == square, LEAST, square))
+    tl.store(inverse + first + here, 1 / norm)
     tl.store(sums + first * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.int32))
     if head % GROUP == 0:
         kv = head // GROUP
@@ -101,15 +117,14 @@ def _attention_before(
 
 @triton.jit
 def _attention_after(
-    sums, norms, largest, d_q, found, seq, heads, token_stride, head_stride, plain_scale,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr,
-    TWICE: tl.constexpr, FOUND: tl.constexpr,
+    sums, inverse, largest, d_q, found, seq, heads, token_stride, head_stride, plain_scale,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr,
+    FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of R queries of a head from its sums, PART columns at a time, and raise one of the FOUND maxima of all gradients, if these
-    are wanted.
+    """Write dQ of R queries of a head from its sums, and raise one of the FOUND maxima of all gradients, if these are wanted.
 
-    The sums of heads of 64 are stored by 16 rows, 8 columns, half of the 16 rows, column of a pair, row of 8, pair of columns; those of
-    heads of 128 by half of the columns, pair of rows, column of four, row of the pair, four columns.
+    The sums of heads of 128 are stored by rows; those of heads of 64 by 16 rows, 8 columns, half of the 16 rows, column of a pair, row of 8,
+    pair of columns.
     """
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
@@ -118,18 +133,14 @@ def _attention_after(
     row = batch * heads + head
     pair = largest + 2 * (row // GROUP)
     most = tl.maximum(TWICE * tl.load(pair) * tl.load(pair + 1), LEAST, propagate_nan=tl.PropagateNan.ALL)
-    unit = tl.load(norms + row * seq + block * R + tl.arange(0, R)) * (most / UNITS) * plain_scale
-    for part in tl.static_range(WIDTH // PART):
-        first = (row * seq + block * R) * WIDTH + part * (R * PART)
-        x = tl.load(sums + first + tl.arange(0, R * PART))
-        if WIDTH == PART:
-            x = tl.permute(tl.reshape(x, [R // 16, PART // 8, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
-        else:
-            x = tl.permute(tl.reshape(x, [R // 2, 4, 2, PART // 4]), [0, 2, 3, 1])
-        x = (tl.reshape(x, [R, PART]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
-        tl.store(d_q + token[:, None] + part * PART + tl.arange(0, PART)[None, :], x)
-        if found is not None:
-            _raise(found + tl.program_id(0) % FOUND, tl.abs(x.to(tl.float32)))
+    unit = (most / UNITS) * plain_scale / tl.load(inverse + row * seq + block * R + tl.arange(0, R))
+    x = tl.load(sums + (row * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH))
+    if WIDTH == 64:
+        x = tl.permute(tl.reshape(x, [R // 16, WIDTH // 8, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
+    x = (tl.reshape(x, [R, WIDTH]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
+    tl.store(d_q + token[:, None] + tl.arange(0, WIDTH)[None, :], x)
+    if found is not None:
+        _raise(found + tl.program_id(0) % FOUND, tl.abs(x.to(tl.float32)))
 
 
 def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -151,33 +162,39 @@ def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
 
 def run_backward(
     kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-    beside: bool, measured: bool,
+    beside: bool, measured: bool, lse_factor: float, by_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ: contiguous, or if `beside` as `room_beside` has room
-    for them. If `measured`, the largest magnitudes in all three are noted."""
+    for them. If `measured`, the largest magnitudes in all three are noted.
+
+    The kernel reads lse multiplied by a factor. If `by_tiles`, it has TMA descriptors of the sums and of the inverse norms of dO.
+    """
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
     d_q, d_k, d_v = room_beside(q, k, v) if beside else [q.new_empty(t.shape) for t in (q, k, v)]
-    sums = torch.empty(q.numel(), dtype=torch.int32, device=q.device)
+    sums = torch.empty((batch * heads * seq, width), dtype=torch.int32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
-    norms = torch.empty(batch * heads * seq, dtype=torch.float32, device=q.device)
+    inverse = torch.empty((batch * heads * seq // side, side), dtype=torch.float32, device=q.device)
     maxima = torch.zeros(batch * kv_heads * 2 + _FOUND.value, dtype=torch.int32, device=q.device)
     largest, found = maxima[: -_FOUND.value], maxima[-_FOUND.value :] if measured else None
     tiles = (batch * heads * (seq // side),)
     strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
     _attention_before[tiles](
-        out, d_out, k, v, lse, logs, norms, largest, sums, seq, heads, *strides, group, width, side, _LEAST.value, num_warps=4
+        out, d_out, k, v, lse, logs, inverse, largest, sums, lse_factor, seq, heads, *strides, group, width, side, _LEAST.value, num_warps=4
     )  # fmt: skip
     largest = largest.view(torch.float32)
+    targets = sums, inverse
+    if by_tiles:
+        targets = _tiled(sums, side, _COLUMNS.value, _TILE), _tiled(inverse, 1, side, _LOGS)
     kernel[(batch * kv_heads * key_blocks,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
-        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, norms, largest, found, *bound(last),
+        _tiled(logs, 1, 2 * side, _LOGS), d_k, d_v, *targets, largest, found, *bound(last),
         key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), *d_k.stride()[1:3],
         scale / math.log(2), scale, kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
     )  # fmt: skip
     _attention_after[tiles](
-        sums, norms, largest, d_q, found, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _PART, _UNITS.value, _LEAST.value,
+        sums, inverse, largest, d_q, found, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _UNITS.value, _LEAST.value,
         _TWICE.value, _FOUND.value, num_warps=4,
     )  # fmt: skip
     if found is not None:
@@ -185,3 +202,8 @@ def run_backward(
     for gradient in (d_q, d_k, d_v):
         note(gradient, found)
     return d_q, d_k, d_v
+
+
+def _tiled(x: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Return a TMA descriptor of a contiguous matrix."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
