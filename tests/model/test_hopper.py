@@ -255,6 +255,18 @@ def test_they_are_taken_where_they_can_serve() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("head_dim", "repeatable", "chosen"), [(64, False, "hopper"), (128, False, "flash"), (128, True, "hopper")]
+)
+def test_flash_attn_4_is_taken_only_where_it_is_faster(
+    head_dim: int, repeatable: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "INSTALLED", "4.0.0")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeatable)
+    assert choose_backend(case(Mask(True), 8192, head_dim=head_dim)).name == chosen
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     def why() -> str:
         return str(hopper.refusal(torch.device("cuda"), torch.bfloat16, 64, 128))

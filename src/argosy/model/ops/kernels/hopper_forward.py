@@ -1,12 +1,13 @@
 """The forward pass of causal attention on Hopper.
 
-A program is persistent: it has a multiprocessor to itself and takes tiles, the longest of a sample first, until none is left. So all end
-at about the same time, whatever their tiles take, also if other work has some of the multiprocessors. One warp takes them, tells the
-workers their numbers, and loads blocks of keys and values into a ring buffer in shared memory. Workers of four warps each compute: a worker has 64 queries of one head, and
-the heads that share a KV head work on the same blocks. While one worker computes exponentials, the matmuls of the others run.
+A program is persistent: it has a multiprocessor to itself and takes tiles until none is left, of each sample the longest first. So all
+programs end at about the same time, also where documents make tiles short, or other work has some of the multiprocessors. One warp takes
+the tiles, tells the workers their numbers, and loads blocks of keys and values into a ring buffer in shared memory. Workers of four warps
+each compute: a worker has 64 queries of one head, and the heads that share a KV head work on the same blocks. While one worker computes
+exponentials, the matmuls of the others run.
 
-A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, so that
-both matmuls of an iteration overlap. Block c of the keys and block c - 1 of the values are therefore freed, and loaded, together.
+A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, beside the
+exponentials of block c. Block c of the keys and block c - 1 of the values are therefore freed, and loaded, together.
 
 BOUNDED, each query has a first key it sees (a document's or a window's), and key blocks before it are not loaded.
 """
@@ -223,9 +224,9 @@ def _worker(
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
             mbarrier.wait(v_full.index(late_stage), late_phase)
-            o = warpgroup_mma(shares, v_here.index(late_stage), o, is_async=True)
             s = warpgroup_mma(queries, k_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            o, s = warpgroup_mma_wait(0, deps=[o, s])
+            o = warpgroup_mma(shares, v_here.index(late_stage), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[s])
             if BOUNDED:
                 columns = (key_blocks - 1 - back) * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
                 s = gl.where(columns[None, :] >= firsts[:, None], s, -float("inf"))
@@ -235,6 +236,9 @@ def _worker(
             total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
             total += _thread_sums(p)
             highest = higher
+            # Waited for above. It is here to keep the assembler from moving the wait for o above the exponentials.
+            mbarrier.wait(v_full.index(late_stage), late_phase)
+            o, p = warpgroup_mma_wait(0, deps=[o, p])
             shares = gl.convert_layout(p.to(gl.bfloat16), SHARES)
             mbarrier.arrive(free.index(stage), count=1)
             o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
