@@ -1,6 +1,6 @@
 """Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128, with documents and windows.
 
-Over both passes they are the fastest, and their results are deterministic. They are written in Gluon, whose interface changes between
+Their results are deterministic, and they are about as fast as the fastest kernels whose results are not. They are written in Gluon, whose interface changes between
 versions of Triton, so they run only with the versions they were measured with.
 """
 

@@ -71,7 +71,8 @@ def _fetch_queries(
     here, fetch, step, pair, member, block, seq,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Load a block of queries of a head of the group, what belongs to them, and wait for ROWS numbers a query in all."""
+    """Load a block of queries of a head of the group with what belongs to them: ROWS numbers a query, of which the caller loads those beyond
+    two."""
     _, _, q_here, d_out_here, logs_here, _, _, full, free, _, _ = here
     q, _, _, d_out, logs, q_head, _, _, d_out_head = fetch
     stage = step % STAGES

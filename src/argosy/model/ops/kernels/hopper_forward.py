@@ -120,8 +120,6 @@ def _fetcher(
     number = gl.atomic_add(taken, 1, sem="relaxed")
     while number < tiles:
         _tell(number, turn, turns)
-        # Taken a turn early: the latency is not exposed.
-        following = gl.atomic_add(taken, 1, sem="relaxed")
         pair, tile = _split(number, head_tiles, KV_HEADS)
         start = pair // KV_HEADS * seq
         kv_head = pair % KV_HEADS
@@ -149,7 +147,8 @@ def _fetcher(
             late_column = kv_head * v_head
             count += 1
         turn += 1
-        number = following
+        # Taken only now that all blocks are loaded or on their way: a tile taken earlier might wait for this program while others are done.
+        number = gl.atomic_add(taken, 1, sem="relaxed")
     _tell(number, turn, turns)
     if count > 0:
         mbarrier.wait(free.index(count % STAGES), ((count // STAGES) & 1) ^ 1)

@@ -56,7 +56,7 @@ def _add(values, places):
 
 @builtin
 def _add_tile(sums, place, tile, _semantic=None):
-    """Start to add a tile in shared memory to the sums, by their TMA descriptor. Triton 3.6 has no function for it yet."""
+    """Start to add a tile in shared memory to the sums, by their TMA descriptor. Triton has a function for it from 3.9 on."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, sums.handle, place, tile.handle)
 

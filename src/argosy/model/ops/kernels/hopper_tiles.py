@@ -1,7 +1,7 @@
 """What the programs of the attention backward kernels work on.
 
 A program has 128 keys of one KV head, and goes through the blocks of 64 queries that see them, of all heads that share the keys. BOUNDED,
-each key has a last query that sees it (a document's or a window's), and a program ends with the last query of its last key.
+each key has a last query that sees it (a document's or a window's), and no program goes past the last query of its last key.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def _steps(bounds, sample, key_block, key_blocks, GROUP: gl.constexpr, BOUNDED: 
 
 @gluon.jit
 def _step(step, key_block, GROUP: gl.constexpr):
-    """Return the block of queries and the head of the group at a step, from the diagonal on.
+    """Return the block of queries and the head of the group at a step, counted from the diagonal on.
 
-    Programs start with different heads, so that few add to the same sums at a time.
+    Programs that are at the same block have different heads of it, so that few add to the same sums at a time.
     """
     return key_block * _WORKERS + step // GROUP, (step + key_block) % GROUP
 
