@@ -1,17 +1,20 @@
 """A benchmark of causal attention, forward and backward, with every back end this machine has.
 
-    python benchmarks/attention.py [--seconds 0.7] [--repeatable] [--documents 1000] [--smoke]
+    python benchmarks/attention.py [--seconds 0.7] [--rounds 2] [--repeatable] [--documents 1000] [--shape 2,8192,32,8,128] [--smoke]
 
-Prints milliseconds and TFLOP/s (causal attention counted as half) at the clock the device can sustain, and the relative error of
-outputs and gradients of the first sample against plain fp32 attention with an explicit bias. With `--documents`, samples are made of
-documents of so many tokens on average, which do not see each other; TFLOP/s then count what plain causal attention computes.
-`--smoke` uses tiny shapes, for a CPU.
+Every back end is timed where results must repeat bit for bit, and where they need not ("any order"). Prints milliseconds and TFLOP/s
+(causal attention counted as half) at the clock the device can sustain, joules if the GPU counts them, and the relative error of outputs and
+gradients of the first sample against plain fp32 attention with an explicit bias. Rounds are measured in turn: at its power limit a GPU is
+slower after other work than after a pause. With `--documents`, samples are made of documents of so many tokens on average, which do not
+see each other; TFLOP/s then count what plain causal attention computes. `--smoke` uses tiny shapes, for a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +54,50 @@ def error(backend: Backend, case: Case, tensors: list[Tensor]) -> float:
     return max(float((a.float() - b).detach().norm() / b.detach().norm()) for a, b in zip(found, exact, strict=True))
 
 
-def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float) -> tuple[float, float]:
-    """Return the seconds of the forward and of the backward pass."""
+class Passes(NamedTuple):
+    """Seconds, and joules if they are counted, of a forward or a backward pass."""
+
+    seconds: float
+    joules: float | None
+
+    def show(self, flops: float) -> str:
+        energy = "" if self.joules is None else f", {self.joules:.2f} J"
+        return f"{self.seconds * 1e3:.3f} ms ({flops / self.seconds / 1e12:.0f}{energy})"
+
+
+def energy_counter(device: torch.device) -> Callable[[], float] | None:
+    """Return the reader of the joules that a GPU has consumed, or None without such a counter."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError:
+        return None
+    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
+
+def timed(work: Callable[[], None], device: torch.device, seconds: float) -> Passes:
+    """Measure work that fills the time. Seconds are of the second half of it, joules of a half after that."""
+    each = paced(work, device, seconds)
+    counter = energy_counter(device)
+    if counter is None:
+        return Passes(each, None)
+    count = max(2, round(seconds / 2 / each))
+    before = counter()
+    for _ in range(count):
+        work()
+    torch.cuda.synchronize(device)
+    return Passes(each, (counter() - before) / count)
+
+
+def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float) -> tuple[Passes, Passes]:
+    """Measure the forward and the backward pass."""
     attend = backend.prepare(case, None)
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
     out = attend(*leaves)
@@ -63,42 +108,61 @@ def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float)
     def backwards() -> None:
         torch.autograd.grad(out, leaves, tensors[3], retain_graph=True)
 
-    return paced(forwards, case.device, seconds), paced(backwards, case.device, seconds)
+    return timed(forwards, case.device, seconds), timed(backwards, case.device, seconds)
+
+
+def compare(shape: Shape, device: torch.device, options: argparse.Namespace) -> None:
+    """Time every back end with one shape, and print what was found."""
+    batch, seq, heads, kv_heads, width = shape
+    parted = (
+        None if options.documents is None else (torch.rand(batch, seq, device=device) < 1 / options.documents).cumsum(1)
+    )
+    case = Case(Mask(True, documents=parted), device, torch.bfloat16, width, seq, 0.0)
+    tensors = drawn(shape, device, case.dtype)
+    flops = 2 * batch * heads * seq * seq * width
+    print(f"{batch} x {seq}, {heads} on {kv_heads} heads of {width}, on {device.type}")
+    for number in range(options.rounds):
+        for repeatable in (True,) if options.repeatable else (True, False):
+            set_deterministic(repeatable)
+            for backend in BACKENDS:
+                order = "bits repeat" if repeatable else "any order"
+                why = backend.refuses(case)
+                if backend is EXACT and not options.smoke:
+                    why = "left out: it needs memory for all scores at once"
+                if why:
+                    if number == 0:
+                        print(f"  {backend.name:9} {order:11} {why}")
+                    continue
+                there, back = measure(backend, case, tensors, options.seconds)
+                print(
+                    f"  {backend.name:9} {order:11} {there.show(flops)} and {back.show(2.5 * flops)}, error {error(backend, case, tensors):.1e}",
+                    flush=True,
+                )
+
+
+def shape_of(text: str) -> Shape:
+    """Read a shape from its five numbers."""
+    try:
+        batch, seq, heads, kv_heads, width = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            "a shape is batch,tokens,heads,key/value heads,head_dim: 2,8192,32,8,128"
+        ) from error
+    return batch, seq, heads, kv_heads, width
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement; the second half counts")
-    parser.add_argument("--repeatable", action="store_true", help="only deterministic kernels")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of each back end, in turn")
+    parser.add_argument("--repeatable", action="store_true", help="only with deterministic kernels")
     parser.add_argument("--documents", type=int, metavar="TOKENS", help="the average length of documents")
+    parser.add_argument("--shape", type=shape_of, action="append", help="batch,tokens,heads,key/value heads,head_dim")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     options = parser.parse_args()
-    set_deterministic(options.repeatable)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for shape in TINY if options.smoke else SHAPES:
-        batch, seq, heads, kv_heads, width = shape
-        parted = (
-            None
-            if options.documents is None
-            else (torch.rand(batch, seq, device=device) < 1 / options.documents).cumsum(1)
-        )
-        case = Case(Mask(True, documents=parted), device, torch.bfloat16, width, seq, 0.0)
-        tensors = drawn(shape, device, case.dtype)
-        flops = 2 * batch * heads * seq * seq * width
-        print(f"{batch} x {seq}, {heads} on {kv_heads} heads of {width}, on {device.type}")
-        for backend in BACKENDS:
-            if why := backend.refuses(case):
-                print(f"  {backend.name:9} {why}")
-                continue
-            # It would need memory for all scores at once.
-            if backend is EXACT and not options.smoke:
-                continue
-            there, back = measure(backend, case, tensors, options.seconds)
-            print(
-                f"  {backend.name:9} {there * 1e3:.3f} ms ({flops / there / 1e12:.0f}) and {back * 1e3:.3f} "
-                f"({2.5 * flops / back / 1e12:.0f}), error {error(backend, case, tensors):.1e}",
-                flush=True,
-            )
+    for shape in options.shape or (TINY if options.smoke else SHAPES):
+        compare(shape, device, options)
 
 
 if __name__ == "__main__":
