@@ -140,7 +140,7 @@ def _hopper_refuses(case: Case) -> str | None:
     if not mask.causal or not case.queries.is_whole or any(x is not None for x in (mask.slopes, mask.reach, mask.bias)):
         return "the kernels compute only causal attention, of all queries, with documents and windows"
     if case.head_dim > 64 and not torch.are_deterministic_algorithms_enabled() and _flash_refuses(case) is None:
-        return "flash-attn-4 is installed, and faster for heads wider than 64 if bits need not repeat"
+        return "flash-attn-4 is installed, and faster for heads wider than 64 where results need not be deterministic"
     return hopper.refusal(case.device, case.dtype, case.head_dim, case.seq)
 
 

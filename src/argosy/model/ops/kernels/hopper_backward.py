@@ -71,8 +71,10 @@ def _fetch_queries(
     here, fetch, step, pair, member, block, seq,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Load a block of queries of a head of the group with what belongs to them: ROWS numbers a query, of which the caller loads those beyond
-    two."""
+    """Load a block of queries of a head of the group, their dO and ROWS numbers for each query; return the number of the block and its stage.
+
+    The caller loads the rows beyond the first two.
+    """
     _, _, q_here, d_out_here, logs_here, _, _, full, free, _, _ = here
     q, _, _, d_out, logs, q_head, _, _, d_out_head = fetch
     stage = step % STAGES
@@ -84,6 +86,7 @@ def _fetch_queries(
     tile = (pair * GROUP + member) * (seq // _SIDE) + block
     _fetch(logs, [tile, 0], full.index(stage), logs_here.index(stage))
     _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
+    return tile, stage
 
 
 @gluon.jit

@@ -37,14 +37,15 @@ def _fetcher(
     here, adding, fetch, inverse, bounds, key_blocks, seq,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
+    inverse_here, _, _, _ = adding
+    _, _, _, _, _, _, _, full, _, _, _ = here
     pair, key_block = _place(key_blocks, SECTION)
     _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS, _WIDTH)
     steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
     for step in range(steps):
         block, member = _step(steps - 1 - step, key_block, GROUP)
-        _fetch_queries(here, fetch, step, pair, member, block, seq, KV_HEADS, GROUP, _WIDTH, _STAGES, 3)
-        tile = (pair * GROUP + member) * (seq // _SIDE) + block
-        _fetch(inverse, [tile, 0], here[7].index(step % _STAGES), adding[0].index(step % _STAGES))
+        tile, stage = _fetch_queries(here, fetch, step, pair, member, block, seq, KV_HEADS, GROUP, _WIDTH, _STAGES, 3)
+        _fetch(inverse, [tile, 0], full.index(stage), inverse_here.index(stage))
 
 
 @gluon.jit
@@ -112,6 +113,7 @@ def _work(
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_here, v_here, q_here, d_out_here, logs_here, ds_here, _, full, free, ds_full, ds_free = here
+    inverse_here, _, _, _ = adding
     stage = step % _STAGES
     slot = step % _SLOTS
     late = step - 1
@@ -137,7 +139,7 @@ def _work(
     ds_here.index(slot * _WORKERS + WORKER).store(d_s)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot), count=1)
-    inverse = _as_rows(adding[0].index(stage), 1, _SIDE, FLAT).index(0)
+    inverse = _as_rows(inverse_here.index(stage), 1, _SIDE, FLAT).index(0)
     factors = inverse.load(gl.SliceLayout(1, late_factors.type.layout.parent)) * units
     if FIRST:
         d_k, d_v = warpgroup_mma_wait(0, deps=[d_k, d_v])

@@ -1,8 +1,9 @@
 """The forward pass of causal attention on Hopper.
 
-A program is persistent: it has a multiprocessor to itself and takes tiles until none is left, of each sample the longest first. So all
-programs end at about the same time, also where documents make tiles short, or other work has some of the multiprocessors. One warp takes
-the tiles, tells the workers their numbers, and loads blocks of keys and values into a ring buffer in shared memory. Workers of four warps
+A program is persistent: it has a multiprocessor to itself and takes tiles from an atomic counter (a dynamic tile scheduler) until none is
+left, of each sample the longest first. So all programs end at about the same time, also where documents make tiles short, or other work
+has some of the multiprocessors. One warp takes the tiles, publishes their numbers, and loads blocks of keys and values into a ring buffer
+in shared memory. Workers of four warps
 each compute: a worker has 64 queries of one head, and the heads that share a KV head work on the same blocks. While one worker computes
 exponentials, the matmuls of the others run.
 
@@ -37,6 +38,8 @@ _QUERIES, _KEYS = gl.constexpr(64), gl.constexpr(128)
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Workers per program and stages of its ring, by head width: as many as registers and shared memory allow.
 _TEAMS = {64: (3, 4), 128: (2, 2)}
+# Places for the numbers of tiles: that of the current tile, and of the next.
+_TILE_SLOTS = gl.constexpr(2)
 # Newer versions of Triton renamed these.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -60,23 +63,25 @@ def _split(number, head_tiles, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _tell(number, turn, turns):
-    """Tell the workers the number of the tile of a turn."""
-    numbers_here, told, heard = turns
+def _publish_tile(number, turn, scheduler):
+    """Pass the number of the tile of a turn to the workers."""
+    tile_here, tile_full, tile_free = scheduler
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(heard.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    numbers_here.index(turn % 2).store(gl.full([1], number, gl.int32, LANES))
-    mbarrier.arrive(told.index(turn % 2), count=1)
+    slot = turn % _TILE_SLOTS
+    mbarrier.wait(tile_free.index(slot), ((turn // _TILE_SLOTS) & 1) ^ 1)
+    tile_here.index(slot).store(gl.full([1], number, gl.int32, LANES))
+    mbarrier.arrive(tile_full.index(slot), count=1)
 
 
 @gluon.jit
-def _hear(turn, turns):
-    """Return the number of the tile of a turn."""
-    numbers_here, told, heard = turns
+def _published_tile(turn, scheduler):
+    """Wait for the number of the tile of a turn, and return it."""
+    tile_here, tile_full, tile_free = scheduler
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(told.index(turn % 2), (turn // 2) & 1)
-    number = gl.max(numbers_here.index(turn % 2).load(LANES), 0)
-    mbarrier.arrive(heard.index(turn % 2), count=1)
+    slot = turn % _TILE_SLOTS
+    mbarrier.wait(tile_full.index(slot), (turn // _TILE_SLOTS) & 1)
+    number = gl.max(tile_here.index(slot).load(LANES), 0)
+    mbarrier.arrive(tile_free.index(slot), count=1)
     return number
 
 
@@ -105,7 +110,7 @@ def _unseen_blocks(bounds, sample, block, BOUNDED: gl.constexpr):
 
 @gluon.jit
 def _fetcher(
-    ring, turns, taken, fetch, bounds, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
+    ring, scheduler, tile_counter, fetch, bounds, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
     STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
@@ -117,9 +122,9 @@ def _fetcher(
     late_row = 0
     late_column = 0
     turn = 0
-    number = gl.atomic_add(taken, 1, sem="relaxed")
+    number = gl.atomic_add(tile_counter, 1, sem="relaxed")
     while number < tiles:
-        _tell(number, turn, turns)
+        _publish_tile(number, turn, scheduler)
         pair, tile = _split(number, head_tiles, KV_HEADS)
         start = pair // KV_HEADS * seq
         kv_head = pair % KV_HEADS
@@ -147,9 +152,9 @@ def _fetcher(
             late_column = kv_head * v_head
             count += 1
         turn += 1
-        # Taken only now that all blocks are loaded or on their way: a tile taken earlier might wait for this program while others are done.
-        number = gl.atomic_add(taken, 1, sem="relaxed")
-    _tell(number, turn, turns)
+        # Only after the last load: a tile that is taken earlier waits for this program while others have none left.
+        number = gl.atomic_add(tile_counter, 1, sem="relaxed")
+    _publish_tile(number, turn, scheduler)
     if count > 0:
         mbarrier.wait(free.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
         mbarrier.expect(v_full.index(late_stage), _KEYS * WIDTH * 2)
@@ -176,7 +181,7 @@ def _skip(ring, count, blocks, STAGES: gl.constexpr):
 
 @gluon.jit
 def _worker(
-    ring, turns, work, bounds, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    ring, scheduler, work, bounds, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
     WORKERS: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
@@ -190,7 +195,7 @@ def _worker(
     queries = q_here.index(WORKER)
     nothing = gl.zeros([_QUERIES, _KEYS], gl.float32, SCORES)
     turn = 0
-    number = _hear(turn, turns)
+    number = _published_tile(turn, scheduler)
     while number < tiles:
         pair, tile = _split(number, head_tiles, KV_HEADS)
         longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
@@ -260,13 +265,13 @@ def _worker(
         place = [pair // KV_HEADS * seq + block * _QUERIES, (pair % KV_HEADS * GROUP + head) * out_head]
         _write(out, place, out_here.index(WORKER))
         turn += 1
-        number = _hear(turn, turns)
+        number = _published_tile(turn, scheduler)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _attention_forward(
-    q, k, v, out, lse, taken, first, first_batch, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
+    q, k, v, out, lse, tile_counter, first, first_batch, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -279,12 +284,12 @@ def _attention_forward(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    numbers_here = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(told.index(slot), count=1)
-        mbarrier.init(heard.index(slot), count=WORKERS)
+    tile_here = gl.allocate_shared_memory(gl.int32, [_TILE_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_full = gl.allocate_shared_memory(gl.int64, [_TILE_SLOTS, 1], mbarrier.MBarrierLayout())
+    tile_free = gl.allocate_shared_memory(gl.int64, [_TILE_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_TILE_SLOTS):
+        mbarrier.init(tile_full.index(slot), count=1)
+        mbarrier.init(tile_free.index(slot), count=WORKERS)
     for worker in gl.static_range(WORKERS):
         mbarrier.init(q_full.index(worker), count=1)
         mbarrier.init(q_free.index(worker), count=1)
@@ -294,22 +299,22 @@ def _attention_forward(
         mbarrier.init(free.index(stage), count=WORKERS)
     fence_async_shared()
     ring = (q_here, k_here, v_here, q_full, q_free, k_full, v_full, free)
-    turns = (numbers_here, told, heard)
+    scheduler = (tile_here, tile_full, tile_free)
     work = (out, lse, out_here, seq, out_head, tiles, head_tiles, scale)
     fetch = (q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles)
     bounds = (first, first_batch)
     if WORKERS == 3:
         gl.warp_specialize([
-            (_worker, (ring, turns, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_worker, (ring, turns, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_worker, (ring, turns, work, bounds, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_fetcher, (ring, turns, taken, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, scheduler, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, scheduler, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, scheduler, work, bounds, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_fetcher, (ring, scheduler, tile_counter, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_worker, (ring, turns, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_worker, (ring, turns, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
-            (_fetcher, (ring, turns, taken, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, scheduler, work, bounds, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_worker, (ring, scheduler, work, bounds, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
+            (_fetcher, (ring, scheduler, tile_counter, fetch, bounds, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES, BOUNDED)),
         ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -324,13 +329,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None) 
     workers, stages = _TEAMS[width]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
-    # How many tiles have been taken.
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    # The number of tiles that programs have taken.
+    tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     head_tiles = triton.cdiv(seq // _QUERIES.value * (heads // kv_heads), workers)
     tiles = head_tiles * batch * kv_heads
     _attention_forward[(min(processors(q.device), tiles),)](
         described(q, _QUERIES.value), described(k, _KEYS.value), described(v, _KEYS.value),
-        described(out, _QUERIES.value), lse, taken, *bound(first), seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
+        described(out, _QUERIES.value), lse, tile_counter, *bound(first), seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
         tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, width, workers, stages, first is not None,
         num_warps=4,
     )  # fmt: skip
