@@ -4,8 +4,8 @@
 
 Every back end is timed where results must repeat bit for bit, and where they need not ("any order"). Prints milliseconds and TFLOP/s
 (causal attention counted as half) at the clock the device can sustain, joules if the GPU counts them, and the relative error of outputs and
-gradients of the first sample against plain fp32 attention with an explicit bias. Rounds are measured in turn: at its power limit a GPU is
-slower after other work than after a pause. With `--documents`, samples are made of documents of so many tokens on average, which do not
+gradients of the first sample against plain fp32 attention with an explicit bias. Rounds are measured in turn, since a GPU at its power
+limit may be slower after other work than after a pause. With `--documents`, samples are made of documents of so many tokens on average, which do not
 see each other; TFLOP/s then count what plain causal attention computes. `--smoke` uses tiny shapes, for a CPU.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from argosy.compat import set_deterministic
 from argosy.measure.calibrate import paced
 from argosy.model.attention import BACKENDS, Backend, Case, Mask
+from argosy.record.sensors import open_nvml
 
 Shape = tuple[int, int, int, int, int]  # batch, tokens, heads, key/value heads, head_dim
 SHAPES: list[Shape] = [(4, 8192, 32, 8, 64), (32, 1024, 20, 20, 64), (2, 8192, 32, 8, 128), (16, 2048, 16, 16, 128)]
@@ -54,7 +55,7 @@ def error(backend: Backend, case: Case, tensors: list[Tensor]) -> float:
     return max(float((a.float() - b).detach().norm() / b.detach().norm()) for a, b in zip(found, exact, strict=True))
 
 
-class Passes(NamedTuple):
+class Cost(NamedTuple):
     """Seconds, and joules if they are counted, of a forward or a backward pass."""
 
     seconds: float
@@ -67,36 +68,35 @@ class Passes(NamedTuple):
 
 def energy_counter(device: torch.device) -> Callable[[], float] | None:
     """Return the reader of the joules that a GPU has consumed, or None without such a counter."""
-    if device.type != "cuda":
+    found = open_nvml(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+    if found is None:
         return None
+    nvml, handle = found
     try:
-        import pynvml
-    except ImportError:
+        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except nvml.NVMLError:
         return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except pynvml.NVMLError:
-        return None
-    return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
 
-def timed(work: Callable[[], None], device: torch.device, seconds: float) -> Passes:
-    """Measure work that fills the time. Seconds are of the second half of it, joules of a half after that."""
+def timed(work: Callable[[], None], device: torch.device, seconds: float) -> Cost:
+    """Return what one call of `work` costs: seconds from the second half of the time, joules from as long a time after it.
+
+    Drivers update the counter of joules some 10 times a second: with less than a second it is coarse.
+    """
     each = paced(work, device, seconds)
     counter = energy_counter(device)
     if counter is None:
-        return Passes(each, None)
+        return Cost(each, None)
     count = max(2, round(seconds / 2 / each))
     before = counter()
     for _ in range(count):
         work()
     torch.cuda.synchronize(device)
-    return Passes(each, (counter() - before) / count)
+    return Cost(each, (counter() - before) / count)
 
 
-def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float) -> tuple[Passes, Passes]:
+def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float) -> tuple[Cost, Cost]:
     """Measure the forward and the backward pass."""
     attend = backend.prepare(case, None)
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]

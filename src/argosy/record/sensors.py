@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +138,21 @@ class HostSensors:
 
 def _gpu(uuid: str | None) -> Callable[[], Reading] | None:
     """Return the reader of a GPU, or None without a GPU, a driver or the library."""
-    if uuid is None:
-        return None
+    found = None if uuid is None else open_nvml(uuid)
+    return None if found is None else partial(_readings, *found)
+
+
+def open_nvml(uuid: str) -> tuple[Any, Any] | None:
+    """Return the library NVML and its handle of a GPU, or None without such a GPU, a driver or the library."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
         pynvml.nvmlInit()
-        device = _device(pynvml, uuid)
+        return pynvml, _device(pynvml, uuid)
     except (pynvml.NVMLError, AttributeError):
         return None
-    return lambda: _readings(pynvml, device)
 
 
 def _device(nvml: Any, uuid: str) -> Any:
