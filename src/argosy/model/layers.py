@@ -25,6 +25,7 @@ from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
+from argosy.model.ops.mlp import gated_mlp, serves
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
 from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
@@ -55,6 +56,11 @@ class Linear(nn.Linear):
     def fuses(self) -> bool:
         """True if this pass is a matmul of 8-bit floats and nothing else, which a fused operation may do in its place."""
         return self.rounds and self.lora_scale is None
+
+    @property
+    def plain(self) -> bool:
+        """True if this pass is a matmul without 8-bit floats or adapters, which a fused operation may do in its place."""
+        return not self.rounds and self.lora_scale is None
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised; `argosy.model.build` fills them. On the meta device drawing takes longer than all else."""
@@ -195,13 +201,14 @@ class MLP(nn.Module):
         self.gate = Linear(spec.hidden, ffn, bias=spec.mlp_bias) if spec.gated else None
         self.up = Linear(spec.hidden, ffn, bias=spec.mlp_bias)
         self.down = Linear(ffn, spec.hidden, bias=spec.mlp_bias)
+        # The backward pass computes the activation again, but not the matmuls. `argosy.parallel` sets it.
+        self.recomputed = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output [batch, seq, hidden], without the down projection's bias."""
-        inner = (self.up,) if self.gate is None else (self.gate, self.up)
-        if use_kernel(x) and all(layer.fuses for layer in (*inner, self.down)) and is_whole(x):
-            biases = [layer.bias for layer in inner]
-            return fp8_mlp(x, self.activation, [layer.weight for layer in inner], biases, self.down.weight)
+        fused = self._fused(x) if use_kernel(x) else None
+        if fused is not None:
+            return fused
         if self.gate is None:
             y = activate(self.activation, self.up(x), self.up.bias)
         else:
@@ -209,6 +216,19 @@ class MLP(nn.Module):
             y = gated(self.activation, gate, up)
         out: Tensor = self.down(y)
         return out
+
+    def _fused(self, x: Tensor) -> Tensor | None:
+        """Return what `forward` does by kernels for all of it, if there are such kernels."""
+        inner = (self.up,) if self.gate is None else (self.gate, self.up)
+        layers, down = (*inner, self.down), self.down.weight
+        if all(layer.fuses for layer in layers) and is_whole(x):
+            weights, biases = [layer.weight for layer in inner], [layer.bias for layer in inner]
+            return fp8_mlp(x, self.activation, weights, biases, down)
+        if self.gate is None or self.recomputed or not all(layer.plain for layer in layers):
+            return None
+        gate, up = self.gate.weight, self.up.weight
+        biased = self.gate.bias is not None or self.up.bias is not None
+        return None if biased or not serves(x, gate, up, down) else gated_mlp(x, self.activation, gate, up, down)
 
 
 class AttentionBlock(nn.Module):

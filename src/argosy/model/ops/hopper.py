@@ -27,11 +27,16 @@ _TOKENS = 128
 _PROGRAMS = 1.5
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
-    """Return why these kernels cannot run, or None."""
+def kernel_refusal(device: torch.device) -> str | None:
+    """Return why no kernel written in Gluon for Hopper can run on a device, or None."""
     if _TRITON is None or not _TRITON.startswith(_MEASURED):
         return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in _MEASURED)}"
-    if why := gpu_refusal(device, _CAPABILITIES):
+    return gpu_refusal(device, _CAPABILITIES)
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
+    """Return why these kernels cannot run, or None."""
+    if why := kernel_refusal(device):
         return why
     if dtype != torch.bfloat16:
         return "the kernels need bf16"

@@ -62,7 +62,8 @@ def listen(x: Tensor, listener: GradientListener) -> None:
     setattr(x, _LISTENER, listener)
 
 
-def _listener_of(x: Tensor) -> GradientListener | None:
+def listener_of(x: Tensor) -> GradientListener | None:
+    """Return who gets the gradient of x, which a matmul is about to read."""
     found: GradientListener | None = getattr(x, _LISTENER, None)
     if found is not None:
         found.readers += 1
@@ -72,7 +73,7 @@ def _listener_of(x: Tensor) -> GradientListener | None:
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        ctx.listener = _listener_of(x)
+        ctx.listener = listener_of(x)
         weights, biases = factors[: len(factors) // 2], factors[len(factors) // 2 :]
         ctx.save_for_backward(x, *weights)
         # The weights themselves: the saved tensors may be copies.
@@ -86,19 +87,27 @@ class _Products(torch.autograd.Function):
         wanted = iter(ctx.needs_input_grad)
         d_x = None
         if next(wanted):
-            d_x = d_ys[0] @ weights[0]
-            for d_y, weight in zip(d_ys[1:], weights[1:], strict=True):
-                d_x = d_x.addmm_(d_y, weight)
-            d_x = d_x.view_as(x)
-            if ctx.listener is not None and ctx.listener.readers == 1:
-                ctx.listener.hear(d_x)
+            d_x = input_gradient(d_ys, weights, x, ctx.listener)
         rows = x.flatten(0, -2)
         d_weights = [
-            now_or_later(weight, partial(_product, d_y, rows)) if next(wanted) else None
+            now_or_later(weight, partial(product, d_y, rows)) if next(wanted) else None
             for weight, d_y in zip(ctx.weights, d_ys, strict=True)
         ]
         d_biases = [d_y.sum(0) if next(wanted) else None for d_y in d_ys]
         return d_x, *d_weights, *d_biases
+
+
+def input_gradient(
+    d_ys: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, listener: GradientListener | None
+) -> Tensor:
+    """Return the gradient of x, which was multiplied by weights, for the gradients [tokens, out] of the products."""
+    d_x = d_ys[0] @ weights[0]
+    for d_y, weight in zip(d_ys[1:], weights[1:], strict=True):
+        d_x = d_x.addmm_(d_y, weight)
+    d_x = d_x.view_as(x)
+    if listener is not None and listener.readers == 1:
+        listener.hear(d_x)
+    return d_x
 
 
 class GradientOf(Protocol):
@@ -107,7 +116,8 @@ class GradientOf(Protocol):
     def __call__(self, total: Tensor | None = None, *, wide: bool = False) -> Tensor: ...
 
 
-def _product(d_y: Tensor, x: Tensor, total: Tensor | None = None, *, wide: bool = False) -> Tensor:
+def product(d_y: Tensor, x: Tensor, total: Tensor | None = None, *, wide: bool = False) -> Tensor:
+    """Return d_y^T x as a `GradientOf` does, for d_y [tokens, out] and x [tokens, in]."""
     if (total is None and not wide) or split_of(d_y.shape[1], x.shape[1], len(x), processors(x.device)) > 1:
         return summed(weight_gradient(d_y, x), total, wide=wide)
     return add_product(total, d_y.t(), x)
@@ -139,15 +149,13 @@ def split_of(height: int, width: int, tokens: int, processors: int) -> int:
     """
 
     def speed(split: int) -> float:
-        return max(_filled(height, width, tile, split, processors) for tile in _TILES) * (
-            1 - _SUM_COST * split / tokens
-        )
+        return max(filled(height, width, tile, split, processors) for tile in _TILES) * (1 - _SUM_COST * split / tokens)
 
     best = max((split for split in (1, 2, 4, 8) if tokens % split == 0), key=speed)
     return best if speed(best) > 1.05 * speed(1) else 1
 
 
-def _filled(height: int, width: int, tile: tuple[int, int], split: int, processors: int) -> float:
+def filled(height: int, width: int, tile: tuple[int, int], split: int, processors: int) -> float:
     """Return the fraction of the GPU's throughput that a GEMM uses with this tile size and split."""
     tiles = -(-height // tile[0]) * -(-width // tile[1]) * split
     waves = -(-tiles // processors)

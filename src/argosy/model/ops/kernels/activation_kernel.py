@@ -18,11 +18,19 @@ _TILES_DOWN = 16
 
 
 @triton.jit
-def _gelu_tanh_parts(x):
-    """Return sigmoid(2u) and 2 du/dx, for gelu(x) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    square = x * x
-    s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
-    return s, 1.5957691216057308 * (1.0 + 0.134145 * square)
+def _logistic(z):
+    """Return 1 / (1 + 2^z). A division takes five instructions more."""
+    root = tl.rsqrt(1.0 + tl.exp2(z))
+    return root * root
+
+
+@triton.jit
+def _share(x, KIND: tl.constexpr):
+    """Return s of silu(x) = x s, s = sigmoid(x), or of gelu_tanh(x) = x s, s = sigmoid(sqrt(8 / pi) (x + 0.044715 x^3))."""
+    if KIND == "silu":
+        return _logistic(-1.4426950408889634 * x)
+    else:
+        return _logistic(x * (-2.302208198144325 - 0.1029432395800235 * (x * x)))
 
 
 @triton.jit
@@ -32,11 +40,8 @@ def activation_value(x, KIND: tl.constexpr):
         return tl.where(x < 0, 0.0, x)
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "silu":
-        return x * tl.sigmoid(x)
     else:
-        s, _ = _gelu_tanh_parts(x)
-        return x * s
+        return x * _share(x, KIND)
 
 
 @triton.jit
@@ -46,12 +51,13 @@ def activation_slope(x, KIND: tl.constexpr):
     elif KIND == "gelu":
         below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif KIND == "silu":
-        s = tl.sigmoid(x)
-        return s * (1.0 + x * (1.0 - s))
     else:
-        s, u = _gelu_tanh_parts(x)
-        return s + x * s * (1.0 - s) * u
+        s = _share(x, KIND)
+        value = x * s
+        turn = value - value * s
+        if KIND == "gelu_tanh":
+            turn *= 1.5957691216057308 + 0.21406444881780073 * (x * x)
+        return s + turn
 
 
 @triton.jit

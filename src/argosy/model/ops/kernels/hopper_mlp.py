@@ -1,0 +1,269 @@
+"""The matmuls of a gated MLP next to its activation, on Hopper, with the activation or its gradient computed beside the next tile's matmul.
+
+A program is persistent and has a multiprocessor to itself. One warp loads tiles of both factors into a ring buffer in shared memory. Two
+workers of four warps each have 64 tokens and 256 columns of the product. A worker puts a complete product into shared memory in 16 bits. It
+reads it again block by block, each block while a step of the next product's matmul runs, computes the activation, and writes what
+the other passes read. So the tensor cores do not wait for it, and nobody reads the product from global memory.
+
+The tile of the forward pass has 128 columns of the gate and the same 128 of up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from argosy.model.ops.kernels.activation_kernel import activation_slope, activation_value
+from argosy.model.ops.matmul import processors
+
+# Tokens of a worker, columns of a tile, and how much of the factors' common dimension a step multiplies.
+_TOKENS, _COLUMNS, _DEPTH = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
+_WORKERS, _STAGES = gl.constexpr(2), gl.constexpr(3)
+# Columns whose activation is computed beside one step.
+_BLOCK = gl.constexpr(32)
+# Tiles below each other that are worked on at the same time: a square of as many tiles as there are multiprocessors loads least.
+_BAND = gl.constexpr(16)
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Newer versions of Triton renamed it.
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _place(tile, row_tiles, column_tiles):
+    """Return a tile's row and column of tiles."""
+    band = tile // (_BAND * column_tiles)
+    within = tile % (_BAND * column_tiles)
+    height = gl.minimum(row_tiles - band * _BAND, _BAND)
+    return band * _BAND + within % height, within // height
+
+
+@gluon.jit
+def _next(stage, phase):
+    """Return the stage after this one, and the parity of its turn."""
+    last = stage == _STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _loader(a, b, b_up, ring, sizes, BACKWARD: gl.constexpr):
+    a_here, b_here, full, free = ring
+    row_tiles, column_tiles, steps = sizes
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, column_tiles)
+        for step in range(steps):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), (_WORKERS * _TOKENS + _COLUMNS) * _DEPTH * 2)
+            for worker in gl.static_range(_WORKERS):
+                place = [(row * _WORKERS + worker) * _TOKENS, step * _DEPTH]
+                _fetch(a, place, full.index(stage), a_here.index(stage * _WORKERS + worker))
+            if BACKWARD:
+                _fetch(b, [step * _DEPTH, column * _COLUMNS], full.index(stage), b_here.index(stage))
+            else:
+                HALF: gl.constexpr = _COLUMNS // 2
+                place = [column * HALF, step * _DEPTH]
+                _fetch(b, place, full.index(stage), b_here.index(stage).slice(0, HALF))
+                _fetch(b_up, place, full.index(stage), b_here.index(stage).slice(HALF, HALF))
+            stage, phase = _next(stage, phase)
+
+
+@gluon.jit
+def _halves(x, HALF: gl.constexpr):
+    """Return the left and the right half of a worker's columns."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = x.reshape([_TOKENS, 2, HALF]).permute([0, 2, 1]).split()
+    return gl.convert_layout(left, LAYOUT), gl.convert_layout(right, LAYOUT)
+
+
+@gluon.jit
+def _put(x, here, first, WIDTH: gl.constexpr):
+    """Put a product into shared memory, as blocks of columns."""
+    if WIDTH == _BLOCK:
+        here.index(first).store(x)
+    else:
+        left, right = _halves(x, WIDTH // 2)
+        _put(left, here, first, WIDTH // 2)
+        _put(right, here, first + WIDTH // 2 // _BLOCK, WIDTH // 2)
+
+
+@gluon.jit
+def _block_place(block, row, column, form, WORKER: gl.constexpr, SPAN: gl.constexpr):
+    """Return the places of the elements of a block of a worker's product, and which of them exist."""
+    PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // _BLOCK, _BLOCK // 8], [4, 1], [1, 0])
+    height, width = form
+    rows = (row * _WORKERS + WORKER) * _TOKENS + gl.arange(0, _TOKENS, gl.SliceLayout(1, PLACES))
+    columns = column * SPAN + block * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, PLACES))
+    at = rows.to(gl.int64)[:, None] * width + columns[None, :]
+    return at, (rows < height)[:, None] & (columns < width)[None, :]
+
+
+@gluon.jit
+def _saved_block(block, row, column, saved, form, WORKER: gl.constexpr, BACKWARD: gl.constexpr):
+    """Return a block of gate and up that the forward pass has saved, if this is the backward pass."""
+    gate = 0
+    up = 0
+    if BACKWARD:
+        at, inside = _block_place(block, row, column, form, WORKER, _COLUMNS)
+        gate = gl.load(saved[0] + at, mask=inside, other=0.0)
+        up = gl.load(saved[1] + at, mask=inside, other=0.0)
+    return gate, up
+
+
+@gluon.jit
+def _finish(
+    block, row, column, here, inputs, outs, form, WORKER: gl.constexpr, KIND: gl.constexpr, BACKWARD: gl.constexpr
+):  # fmt: skip
+    """Compute the activation of a block of a complete product, or its gradients, and write it."""
+    SPAN: gl.constexpr = _COLUMNS if BACKWARD else _COLUMNS // 2
+    first = WORKER * (_COLUMNS // _BLOCK) + block
+    at, inside = _block_place(block, row, column, form, WORKER, SPAN)
+    product = here.index(first).load(at.type.layout)
+    if BACKWARD:
+        d = product.to(gl.float32)
+        gate = inputs[0].to(gl.float32)
+        d_gate = d * inputs[1].to(gl.float32) * activation_slope(gate, KIND)
+        gl.store(outs[0] + at, d_gate.to(gl.bfloat16), mask=inside)
+        gl.store(outs[1] + at, (d * activation_value(gate, KIND)).to(gl.bfloat16), mask=inside)
+    else:
+        up = here.index(first + SPAN // _BLOCK).load(at.type.layout)
+        gl.store(outs[0] + at, product, mask=inside)
+        gl.store(outs[1] + at, up, mask=inside)
+        value = activation_value(product.to(gl.float32), KIND) * up.to(gl.float32)
+        gl.store(outs[2] + at, value.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def _multiply(total, stage, phase, ring, WORKER: gl.constexpr, BACKWARD: gl.constexpr):
+    """Begin a step of the matmul, and wait for the step before."""
+    a_here, b_here, full, _ = ring
+    mbarrier.wait(full.index(stage), phase)
+    b = b_here.index(stage) if BACKWARD else b_here.index(stage).permute((1, 0))
+    total = warpgroup_mma(a_here.index(stage * _WORKERS + WORKER), b, total, is_async=True)
+    return warpgroup_mma_wait(1, deps=[total])
+
+
+@gluon.jit
+def _worker(
+    ring, here, saved, outs, sizes, form, WORKER: gl.constexpr, KIND: gl.constexpr, BACKWARD: gl.constexpr
+):  # fmt: skip
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
+    BLOCKS: gl.constexpr = (_COLUMNS if BACKWARD else _COLUMNS // 2) // _BLOCK
+    free = ring[3]
+    row_tiles, column_tiles, steps = sizes
+    # Steps for each block of the product before.
+    pace = steps // BLOCKS
+    stage = 0
+    phase = 0
+    late_stage = 0
+    # The tile of the product before. There is none at first: nothing past the last row is read or written.
+    late_row = row_tiles
+    late_column = 0
+    inputs = _saved_block(0, late_row, late_column, saved, form, WORKER, BACKWARD)
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _place(tile, row_tiles, column_tiles)
+        total = gl.zeros([_TOKENS, _COLUMNS], gl.float32, PRODUCT)
+        for block in range(BLOCKS):
+            total = _multiply(total, stage, phase, ring, WORKER, BACKWARD)
+            if block > 0:
+                mbarrier.arrive(free.index(late_stage), count=1)
+            _finish(block, late_row, late_column, here, inputs, outs, form, WORKER, KIND, BACKWARD)
+            inputs = _saved_block(
+                block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, BACKWARD
+            )
+            late_stage = stage
+            stage, phase = _next(stage, phase)
+            for _ in range(1, pace):
+                total = _multiply(total, stage, phase, ring, WORKER, BACKWARD)
+                mbarrier.arrive(free.index(late_stage), count=1)
+                late_stage = stage
+                stage, phase = _next(stage, phase)
+        for _ in range(pace * BLOCKS, steps):
+            total = _multiply(total, stage, phase, ring, WORKER, BACKWARD)
+            mbarrier.arrive(free.index(late_stage), count=1)
+            late_stage = stage
+            stage, phase = _next(stage, phase)
+        inputs = _saved_block(0, row, column, saved, form, WORKER, BACKWARD)
+        total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(free.index(late_stage), count=1)
+        _put(total.to(gl.bfloat16), here, WORKER * (_COLUMNS // _BLOCK), _COLUMNS)
+        late_row = row
+        late_column = column
+    for block in range(BLOCKS):
+        _finish(block, late_row, late_column, here, inputs, outs, form, WORKER, KIND, BACKWARD)
+        inputs = _saved_block(
+            block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, BACKWARD
+        )
+
+
+@gluon.jit
+def _mlp_gemm(
+    a, b, b_up, gate, up, out, out_up, value, row_tiles, column_tiles, steps, height, width, KIND: gl.constexpr,
+    BACKWARD: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK * 2, element_bitwidth=16, rank=2)
+    B_SHAPE: gl.constexpr = [_STAGES, _DEPTH, _COLUMNS] if BACKWARD else [_STAGES, _COLUMNS, _DEPTH]
+    a_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * _WORKERS, _TOKENS, _DEPTH], a.layout)
+    b_here = gl.allocate_shared_memory(gl.bfloat16, B_SHAPE, b.layout)
+    here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS * (_COLUMNS // _BLOCK), _TOKENS, _BLOCK], BLOCKS)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=_WORKERS)
+    fence_async_shared()
+    ring = (a_here, b_here, full, free)
+    sizes = (row_tiles, column_tiles, steps)
+    saved = (gate, up)
+    outs = (out, out_up, value)
+    form = (height, width)
+    gl.warp_specialize([
+        (_worker, (ring, here, saved, outs, sizes, form, 0, KIND, BACKWARD)),
+        (_worker, (ring, here, saved, outs, sizes, form, 1, KIND, BACKWARD)),
+        (_loader, (a, b, b_up, ring, sizes, BACKWARD)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def gated_products(x: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x gate^T, x up^T and activation(x gate^T) (x up^T), for x [tokens, in] and weights [width, in]."""
+    out, out_up, value = (torch.empty((len(x), len(up)), dtype=x.dtype, device=x.device) for _ in range(3))
+    span = _COLUMNS.value // 2
+    b, b_up = (_described(weight, span, _DEPTH.value) for weight in (gate, up))
+    _launch(x, span, b, b_up, None, None, out, out_up, value, kind, False)
+    return out, out_up, value
+
+
+def gated_gradients(d_y: Tensor, down: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up [tokens, width], the first two results of `gated_products`, for the gradient d_y [tokens, out]
+    of the third times down^T, where down is [out, width]."""
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    factor = _described(down, _DEPTH.value, _COLUMNS.value)
+    _launch(d_y, _COLUMNS.value, factor, None, gate, up, d_gate, d_up, None, kind, True)
+    return d_gate, d_up
+
+
+def _launch(
+    a: Tensor, span: int, b: TensorDescriptor, b_up: TensorDescriptor | None, gate: Tensor | None, up: Tensor | None, out: Tensor,
+    out_up: Tensor, value: Tensor | None, kind: str, backward: bool,
+) -> None:  # fmt: skip
+    tokens, width = out.shape
+    row_tiles, column_tiles = triton.cdiv(tokens, _WORKERS.value * _TOKENS.value), triton.cdiv(width, span)
+    _mlp_gemm[(min(processors(a.device), row_tiles * column_tiles),)](
+        _described(a, _TOKENS.value, _DEPTH.value), b, b_up, gate, up, out, out_up, value, row_tiles, column_tiles,
+        triton.cdiv(a.shape[1], _DEPTH.value), tokens, width, kind, backward, num_warps=4,
+    )  # fmt: skip
+
+
+def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _LAYOUT)

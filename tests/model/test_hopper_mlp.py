@@ -1,0 +1,283 @@
+"""A gated MLP by Argosy's own Hopper kernels. On such a GPU they run; elsewhere they are compiled for it, and what is around them runs
+with their arithmetic in plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
+
+from argosy.model.layers import MLP
+from argosy.model.ops import hopper, mlp
+from argosy.model.ops.choice import kernels
+from argosy.model.ops.kernels import hopper_mlp
+from argosy.model.ops.matmul import listen, weights_later
+from argosy.parallel.transformer_blocks import recompute_block
+from argosy.train.kernel_profile import kind_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HOPPER = hopper.kernel_refusal(DEVICE) is None
+# Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
+SHAPES = [(96, 512, 64)]
+if HOPPER:
+    SHAPES += [
+        (1000, 520, 1048),
+        (1, 1000, 264),
+        (65, 512, 8),
+        (129, 4104, 136),
+        (4096, 1280, 5120),
+        (5000, 2048, 8192),
+    ]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The passes that the kernels make, with small shapes too. Without the kernels their arithmetic in plain torch makes them."""
+    found: list[str] = []
+
+    def value_of(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+        return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def gated_products(x: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, ...]:
+        y_gate, y_up = (x.float() @ weight.float().t() for weight in (gate, up))
+        return tuple(t.bfloat16() for t in (y_gate, y_up, value_of(kind, y_gate, y_up)))
+
+    def gated_gradients(d_y: Tensor, down: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [t.detach().float().requires_grad_() for t in (gate, up)]
+            value = value_of(kind, *leaves)
+        return tuple(t.bfloat16() for t in torch.autograd.grad(value, leaves, d_y.float() @ down.float()))
+
+    for twin in (gated_products, gated_gradients):
+        name = twin.__name__
+        run: Any = getattr(hopper_mlp, name) if HOPPER else twin
+
+        def call(*args: Any, name: str = name, run: Any = run) -> Any:
+            found.append(name)
+            return run(*args)
+
+        monkeypatch.setattr(hopper_mlp, name, call)
+    if not HOPPER:
+        monkeypatch.setattr(mlp, "kernel_refusal", lambda device: None)
+    monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.0)
+    mlp._fits.cache_clear()
+    yield found
+    mlp._fits.cache_clear()
+
+
+def drawn(tokens: int, hidden: int, width: int) -> list[Tensor]:
+    """Return an input and the weights of gate, up and down."""
+    torch.manual_seed(1)
+    x = torch.randn(tokens, hidden, device=DEVICE)
+    gate, up = (torch.randn(width, hidden, device=DEVICE) * hidden**-0.5 for _ in range(2))
+    down = torch.randn(hidden, width, device=DEVICE) * width**-0.5
+    return [t.bfloat16().requires_grad_() for t in (x, gate, up, down)]
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "hidden", "width"), SHAPES)
+def test_results_and_gradients_are_those_of_32_bits(tokens: int, hidden: int, width: int, kind: str) -> None:
+    leaves = drawn(tokens, hidden, width)
+    x, gate, up, down = leaves
+    d_y = torch.randn_like(x)
+    y = mlp.gated_mlp(x, kind, gate, up, down)
+    exact = ACTIVATIONS[kind](x.float() @ gate.float().t()) * (x.float() @ up.float().t()) @ down.float().t()
+    ours = [y, *torch.autograd.grad(y, leaves, d_y)]
+    theirs = [exact, *torch.autograd.grad(exact, leaves, d_y.float())]
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.float() - other).norm() < 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_they_give_the_same_bits_again(kind: str) -> None:
+    leaves = drawn(*((4096, 1280, 5120) if HOPPER else (64, 512, 64)))
+    x, gate, up, down = leaves
+    runs = []
+    for _ in range(10 if HOPPER else 2):
+        y = mlp.gated_mlp(x, kind, gate, up, down)
+        runs.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+    assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
+
+
+def module_of(kind: str, *, bias: bool = False) -> MLP:
+    spec: Any = SimpleNamespace(hidden=512, ffn=64, activation=kind, gated=kind in ACTIVATIONS, mlp_bias=bias)
+    module = MLP(spec).to(DEVICE, torch.bfloat16)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.04)
+    return module
+
+
+def tokens(count: int = 64) -> Tensor:
+    return torch.randn(2, count // 2, 512, device=DEVICE).bfloat16()
+
+
+def passed(module: MLP, x: Tensor) -> list[Tensor]:
+    """Return the output of a module, and the gradients of its input and of the parameters that are trained."""
+    leaf = x.clone().requires_grad_()
+    leaves = [leaf, *(p for p in module.parameters() if p.requires_grad)]
+    with kernels(on=True):
+        y = module(leaf)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+if HOPPER:
+
+    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    @pytest.mark.parametrize("large", [0.0, 1e4, -1e30, float("inf"), float("nan")])
+    def test_extreme_values_are_those_of_separate_kernels(kind: str, large: float) -> None:
+        module, x = module_of(kind), tokens(512)
+        x[0, 7, 3] = large
+        x[1, 200] = large
+        ours = passed(module, x)
+        module.recomputed = True
+        for one, other in zip(ours, passed(module, x), strict=True):
+            assert torch.equal(one.isfinite(), other.isfinite())
+            one, other = (t.float().nan_to_num(0, 0, 0) for t in (one, other))
+            assert (one - other).norm() <= 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_model_uses_them(kind: str, calls: list[str]) -> None:
+    found = passed(module_of(kind), tokens())
+    assert calls == ["gated_products", "gated_gradients"]
+    assert found[0].shape == found[1].shape == (2, 32, 512)
+
+
+@pytest.mark.parametrize(
+    "why", ["no gate", "biases", "8-bit floats", "adapters", "32 bits", "strides", "few tiles", "a small model"]
+)
+def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = module_of("gelu_tanh" if why == "no gate" else "swiglu", bias=why == "biases"), tokens()
+    if why == "8-bit floats":
+        module.up.fp8 = True
+    elif why == "adapters":
+        module.down.lora_scale = 1.0
+    elif why == "32 bits":
+        module, x = module.float(), x.float()
+    elif why == "strides":
+        x = x.transpose(0, 1)
+    elif why == "few tiles":
+        monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.9)
+        monkeypatch.setattr(mlp, "processors", lambda device: 132)
+    elif why == "a small model":
+        monkeypatch.setattr(mlp, "_LEAST_HIDDEN", 1024)
+    assert module._fused(x) is None
+
+
+@pytest.mark.parametrize(("how", "passes"), [("full", 2), ("selective", 0)])
+def test_selective_recompute_runs_matmuls_once_and_so_cannot_use_them(how: str, passes: int, calls: list[str]) -> None:
+    module, x = module_of("swiglu"), tokens()
+    whole = passed(module, x)
+    calls.clear()
+    recompute_block(module, how)
+    found = passed(module, x)
+    assert calls.count("gated_products") == passes
+    for one, other in zip(found, whole, strict=True):
+        assert (one - other).norm() < 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("frozen", [("down",), ("up",), ("gate", "up"), ("up", "down", "gate")])
+def test_frozen_weights_get_no_gradient_and_change_no_other(frozen: tuple[str, ...]) -> None:
+    module, x = module_of("swiglu"), tokens()
+    whole = dict(zip(["y", "x", *(name for name, _ in module.named_parameters())], passed(module, x), strict=True))
+    for name in frozen:
+        module.get_submodule(name).requires_grad_(False)
+    left = ["y", "x", *(name for name, p in module.named_parameters() if p.requires_grad)]
+    for name, found in zip(left, passed(module, x), strict=True):
+        assert torch.equal(found, whole[name]), name
+
+
+def test_only_the_gradients_that_are_wanted_are_computed(calls: list[str]) -> None:
+    module, x = module_of("swiglu"), tokens()
+    _, _, *whole = passed(module, x)
+    with kernels(on=True):
+        y = module(x)
+    found = torch.autograd.grad(y, list(module.parameters()), torch.ones_like(y))
+    assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+    for name in ("gate", "up"):
+        module.get_submodule(name).requires_grad_(False)
+    calls.clear()
+    with kernels(on=True):
+        module(x).sum().backward()
+    assert calls == ["gated_products"]
+
+
+def test_a_listener_hears_the_gradient_of_the_input() -> None:
+    class Listener:
+        readers = 0
+
+        def __init__(self) -> None:
+            self.heard: list[Tensor] = []
+
+        def hear(self, gradient: Tensor) -> None:
+            self.heard.append(gradient)
+
+    module, listener = module_of("swiglu"), Listener()
+    x = tokens().requires_grad_()
+    listen(x, listener)
+    with kernels(on=True):
+        y = module(x)
+    [d_x] = torch.autograd.grad(y, [x], torch.ones_like(y))
+    assert listener.readers == len(listener.heard) == 1
+    assert torch.equal(listener.heard[0], d_x)
+
+
+def test_weight_gradients_can_wait() -> None:
+    module, x = module_of("swiglu"), tokens()
+    _, _, *now = passed(module, x)
+    with kernels(on=True):
+        y = module(x)
+    with weights_later() as later:
+        y.backward(torch.ones_like(y))
+    assert all(p.grad is None for p in module.parameters())
+    later.run()
+    for parameter, one in zip(module.parameters(), now, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, one)
+
+
+def test_a_profiler_counts_them_as_matmuls() -> None:
+    assert kind_of("_mlp_gemm") == "gemm"
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from argosy.model.ops.kernels import hopper_mlp
+
+kernel = hopper_mlp._mlp_gemm
+for backward, kind in ((False, "silu"), (True, "silu"), (False, "gelu_tanh"), (True, "gelu_tanh")):
+    described = {"a": (64, 64), "b": (64, 256)} if backward else {"a": (64, 64), "b": (128, 64), "b_up": (128, 64)}
+    types = {name: f"tensordesc<bf16[{rows}, {columns}],{hopper_mlp._LAYOUT!r}>" for name, (rows, columns) in described.items()}
+    types |= dict.fromkeys(["out", "out_up", *(["gate", "up"] if backward else ["value"])], "*bf16")
+    absent = [name for name in ("b_up", "gate", "up", "value") if name not in types]
+    constants = dict.fromkeys(absent) | {"KIND": kind, "BACKWARD": backward}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(kernel, signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    # Two workers, each with three loops of steps of four instructions.
+    assert made.asm["cubin"] and made.asm["ptx"].count("wgmma.mma_async") >= 2 * 3 * 4
+print("compiled")
+"""
+
+
+def test_they_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=580)
+    assert "compiled" in found.stdout, found.stderr
