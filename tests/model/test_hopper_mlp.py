@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 
 from argosy.model.layers import MLP
-from argosy.model.ops import hopper, mlp
+from argosy.model.ops import hopper, matmul, mlp
 from argosy.model.ops.choice import kernels
 from argosy.model.ops.kernels import hopper_mlp
 from argosy.model.ops.matmul import listen, weights_later
@@ -53,7 +54,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def gated_products(x: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, ...]:
         y_gate, y_up = (x.float() @ weight.float().t() for weight in (gate, up))
-        return tuple(t.bfloat16() for t in (y_gate, y_up, value_of(kind, y_gate, y_up)))
+        y_gate, y_up = y_gate.bfloat16(), y_up.bfloat16()
+        return y_gate, y_up, value_of(kind, y_gate.float(), y_up.float()).bfloat16()
 
     def gated_gradients(d_y: Tensor, down: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -73,9 +75,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     if not HOPPER:
         monkeypatch.setattr(mlp, "kernel_refusal", lambda device: None)
     monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.0)
-    mlp._fits.cache_clear()
+    for cached in (mlp._fits, mlp._runs_on):
+        cached.cache_clear()
     yield found
-    mlp._fits.cache_clear()
+    for cached in (mlp._fits, mlp._runs_on):
+        cached.cache_clear()
 
 
 def drawn(tokens: int, hidden: int, width: int) -> list[Tensor]:
@@ -112,8 +116,8 @@ def test_they_give_the_same_bits_again(kind: str) -> None:
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
 
 
-def module_of(kind: str, *, bias: bool = False) -> MLP:
-    spec: Any = SimpleNamespace(hidden=512, ffn=64, activation=kind, gated=kind in ACTIVATIONS, mlp_bias=bias)
+def module_of(kind: str, *, bias: bool = False, width: int = 64) -> MLP:
+    spec: Any = SimpleNamespace(hidden=512, ffn=width, activation=kind, gated=kind in ACTIVATIONS, mlp_bias=bias)
     module = MLP(spec).to(DEVICE, torch.bfloat16)
     torch.manual_seed(2)
     with torch.no_grad():
@@ -147,7 +151,7 @@ if HOPPER:
         module.recomputed = True
         for one, other in zip(ours, passed(module, x), strict=True):
             assert torch.equal(one.isfinite(), other.isfinite())
-            one, other = (t.float().nan_to_num(0, 0, 0) for t in (one, other))
+            one, other = (t.double().nan_to_num(0, 0, 0) for t in (one, other))
             assert (one - other).norm() <= 1e-2 * other.norm()
 
 
@@ -158,24 +162,38 @@ def test_a_model_uses_them(kind: str, calls: list[str]) -> None:
     assert found[0].shape == found[1].shape == (2, 32, 512)
 
 
-@pytest.mark.parametrize(
-    "why", ["no gate", "biases", "8-bit floats", "adapters", "32 bits", "strides", "few tiles", "a small model"]
-)
+WHY_NOT = ["no gate", "biases", "8-bit floats", "adapters", "32 bits", "a transposed input", "no tokens", "few tiles"]
+WHY_NOT += ["a small model", "a narrow row", "a shifted weight", "a transposed weight", "a weight of 32 bits"]
+
+
+@pytest.mark.parametrize("why", WHY_NOT)
 def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = module_of("gelu_tanh" if why == "no gate" else "swiglu", bias=why == "biases"), tokens()
+    weight = module.down.weight.detach()
     if why == "8-bit floats":
         module.up.fp8 = True
     elif why == "adapters":
         module.down.lora_scale = 1.0
     elif why == "32 bits":
         module, x = module.float(), x.float()
-    elif why == "strides":
+    elif why == "a transposed input":
         x = x.transpose(0, 1)
+    elif why == "no tokens":
+        x = x[:, :0]
     elif why == "few tiles":
         monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.9)
         monkeypatch.setattr(mlp, "processors", lambda device: 132)
     elif why == "a small model":
         monkeypatch.setattr(mlp, "_LEAST_HIDDEN", 1024)
+    elif why == "a narrow row":
+        module = module_of("swiglu", width=72)
+    elif why == "a shifted weight":
+        shifted = torch.empty(weight.numel() + 1, device=DEVICE, dtype=weight.dtype)[1:].view(weight.shape)
+        module.down.weight = torch.nn.Parameter(shifted.copy_(weight))
+    elif why == "a transposed weight":
+        module.down.weight = torch.nn.Parameter(weight.t().contiguous().t())
+    elif why == "a weight of 32 bits":
+        module.up.weight = torch.nn.Parameter(module.up.weight.float())
     assert module._fused(x) is None
 
 
@@ -215,6 +233,43 @@ def test_only_the_gradients_that_are_wanted_are_computed(calls: list[str]) -> No
     with kernels(on=True):
         module(x).sum().backward()
     assert calls == ["gated_products"]
+
+
+def test_a_gradient_at_an_odd_address_is_copied() -> None:
+    module, x = module_of("swiglu"), tokens().requires_grad_()
+    with kernels(on=True):
+        y = module(x)
+    d_y = torch.randn(y.numel() + 1, device=DEVICE).bfloat16()[1:].view(y.shape)
+    found = torch.autograd.grad(y, [x, module.down.weight], d_y, retain_graph=True)
+    assert all(map(torch.equal, found, torch.autograd.grad(y, [x, module.down.weight], d_y.clone())))
+
+
+def test_autograd_frees_gate_and_up_before_their_weights_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one layer holds in the backward pass is then what it holds matmul by matmul."""
+    kept: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def keeping(run: Any) -> Any:
+        def call(*args: Any) -> Any:
+            found = run(*args)
+            kept.extend(weakref.ref(t.untyped_storage()) for t in found)
+            return found
+
+        return call
+
+    def product(*args: Any) -> Tensor:
+        alive.append(sum(one() is not None for one in kept))
+        return matmul.weight_gradient(*args)
+
+    monkeypatch.setattr(hopper_mlp, "gated_products", keeping(hopper_mlp.gated_products))
+    monkeypatch.setattr(matmul, "product", product)
+    monkeypatch.setattr(mlp, "product", product)
+    module, x = module_of("swiglu"), tokens().requires_grad_()
+    with kernels(on=True):
+        y = module(x)
+    y.sum().backward()
+    # The down projection's gradient, which reads the activation, then that of gate and up.
+    assert alive == [3, 0, 0]
 
 
 def test_a_listener_hears_the_gradient_of_the_input() -> None:

@@ -25,7 +25,7 @@ from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
-from argosy.model.ops.mlp import gated_mlp, serves
+from argosy.model.ops.mlp import gated_mlp, may_serve, serves
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
 from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
@@ -218,17 +218,18 @@ class MLP(nn.Module):
         return out
 
     def _fused(self, x: Tensor) -> Tensor | None:
-        """Return what `forward` does by kernels for all of it, if there are such kernels."""
+        """Return the output by fused kernels, or None where there are none."""
         inner = (self.up,) if self.gate is None else (self.gate, self.up)
-        layers, down = (*inner, self.down), self.down.weight
+        layers = (*inner, self.down)
         if all(layer.fuses for layer in layers) and is_whole(x):
             weights, biases = [layer.weight for layer in inner], [layer.bias for layer in inner]
-            return fp8_mlp(x, self.activation, weights, biases, down)
+            return fp8_mlp(x, self.activation, weights, biases, self.down.weight)
         if self.gate is None or self.recomputed or not all(layer.plain for layer in layers):
             return None
-        gate, up = self.gate.weight, self.up.weight
-        biased = self.gate.bias is not None or self.up.bias is not None
-        return None if biased or not serves(x, gate, up, down) else gated_mlp(x, self.activation, gate, up, down)
+        if self.gate.bias is not None or self.up.bias is not None or not may_serve(x):
+            return None
+        factors = (self.gate.weight, self.up.weight, self.down.weight)
+        return gated_mlp(x, self.activation, *factors) if serves(x, *factors) else None
 
 
 class AttentionBlock(nn.Module):

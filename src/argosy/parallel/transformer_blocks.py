@@ -2,7 +2,8 @@
 
 Activation checkpointing (`parallel.recompute`) trades arithmetic for memory. `full` keeps the input of each block and runs the
 block again in the backward pass: about a third more arithmetic. `selective` keeps the results of matmuls and attention too, and
-recomputes only what is cheap: norms, activations, rope, 8-bit copies. Both give the bits of `none`, dropout included.
+recomputes only what is cheap: norms, activations, rope, 8-bit copies. Both give the bits of `none`, dropout included, but that on Hopper
+`selective` computes gated MLPs matmul by matmul and `none` does not (`model/ops/mlp.py`).
 
 Each block seeds its own dropout from (seed of the micro-batch, name of the block). Its mask therefore does not depend on earlier
 random numbers: a rank that has only some of the blocks drops the same values as one process.

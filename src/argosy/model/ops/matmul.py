@@ -38,7 +38,7 @@ _SUM_COST = 180
 def matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return x weight^T + bias for every weight [out, in], for x [.., in]."""
     if is_separable() or use_kernel(x):
-        found: tuple[Tensor, ...] = _Products.apply(x, *weights, *biases)
+        found: tuple[Tensor, ...] = Products.apply(x, *weights, *biases)
         return found
     if len(weights) == 1:
         return (F.linear(x, weights[0], biases[0]),)
@@ -62,22 +62,28 @@ def listen(x: Tensor, listener: GradientListener) -> None:
     setattr(x, _LISTENER, listener)
 
 
-def listener_of(x: Tensor) -> GradientListener | None:
-    """Return who gets the gradient of x, which a matmul is about to read."""
+def _listener_of(x: Tensor) -> GradientListener | None:
     found: GradientListener | None = getattr(x, _LISTENER, None)
     if found is not None:
         found.readers += 1
     return found
 
 
-class _Products(torch.autograd.Function):
+class Products(torch.autograd.Function):
+    """The products of an input with weights, and as many biases or None."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        ctx.listener = listener_of(x)
-        weights, biases = factors[: len(factors) // 2], factors[len(factors) // 2 :]
+    def keep(ctx: Any, x: Tensor, weights: Sequence[Tensor]) -> None:
+        """Keep what the backward pass reads."""
+        ctx.listener = _listener_of(x)
         ctx.save_for_backward(x, *weights)
         # The weights themselves: the saved tensors may be copies.
         ctx.weights = weights
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = factors[: len(factors) // 2], factors[len(factors) // 2 :]
+        Products.keep(ctx, x, weights)
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -87,7 +93,12 @@ class _Products(torch.autograd.Function):
         wanted = iter(ctx.needs_input_grad)
         d_x = None
         if next(wanted):
-            d_x = input_gradient(d_ys, weights, x, ctx.listener)
+            d_x = d_ys[0] @ weights[0]
+            for d_y, weight in zip(d_ys[1:], weights[1:], strict=True):
+                d_x = d_x.addmm_(d_y, weight)
+            d_x = d_x.view_as(x)
+            if ctx.listener is not None and ctx.listener.readers == 1:
+                ctx.listener.hear(d_x)
         rows = x.flatten(0, -2)
         d_weights = [
             now_or_later(weight, partial(product, d_y, rows)) if next(wanted) else None
@@ -95,19 +106,6 @@ class _Products(torch.autograd.Function):
         ]
         d_biases = [d_y.sum(0) if next(wanted) else None for d_y in d_ys]
         return d_x, *d_weights, *d_biases
-
-
-def input_gradient(
-    d_ys: Sequence[Tensor], weights: Sequence[Tensor], x: Tensor, listener: GradientListener | None
-) -> Tensor:
-    """Return the gradient of x, which was multiplied by weights, for the gradients [tokens, out] of the products."""
-    d_x = d_ys[0] @ weights[0]
-    for d_y, weight in zip(d_ys[1:], weights[1:], strict=True):
-        d_x = d_x.addmm_(d_y, weight)
-    d_x = d_x.view_as(x)
-    if listener is not None and listener.readers == 1:
-        listener.hear(d_x)
-    return d_x
 
 
 class GradientOf(Protocol):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from argosy.model.ops.activation import INNER
 from argosy.model.ops.hopper import kernel_refusal
-from argosy.model.ops.matmul import filled, input_gradient, listener_of, now_or_later, processors, product
+from argosy.model.ops.matmul import Products, filled, now_or_later, processors, product
 
 # A tile of the kernels. Each of its 8 blocks of columns needs a step of 64 of the hidden dimension.
 _TILE = (128, 256)
@@ -26,16 +26,30 @@ _LEAST_HIDDEN = 512
 _LEAST_FILLED = 0.9
 
 
+def may_serve(x: Tensor) -> bool:
+    """Return whether the kernels can read x. Tells it before weights are looked at, which takes time where they are sharded."""
+    return x.dtype == torch.bfloat16 and _is_loadable(x) and _runs_on(x.device)
+
+
 def serves(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
-    """Return whether the kernels can compute this MLP, and fill the GPU."""
-    tensors = x, gate, up, down
-    whole = all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
-    return whole and _fits(x.device, x.numel() // x.shape[-1], *down.shape)
+    """Return whether the kernels can compute this MLP, and fill the GPU, if they can read x."""
+    readable = all(t.dtype == x.dtype and _is_loadable(t) for t in (gate, up, down))
+    return readable and _fits(x.device, x.numel() // x.shape[-1], *down.shape)
+
+
+def _is_loadable(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    return kernel_refusal(device) is None
 
 
 @cache
 def _fits(device: torch.device, tokens: int, hidden: int, width: int) -> bool:
-    if kernel_refusal(device) or hidden % 8 or width % 8 or hidden < _LEAST_HIDDEN:
+    # Rows begin at multiples of 16 bytes. Triton reads and writes so many at a time only if it knows that their length is a multiple of 16.
+    if not tokens or hidden % 8 or width % 16 or hidden < _LEAST_HIDDEN:
         return False
     # The forward pass has gate and up side by side.
     shares = (filled(tokens, columns, _TILE, 1, processors(device)) for columns in (2 * width, width))
@@ -43,39 +57,51 @@ def _fits(device: torch.device, tokens: int, hidden: int, width: int) -> bool:
 
 
 def gated_mlp(x: Tensor, kind: str, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return (activation(x gate^T) x up^T) down^T for `swiglu` and `geglu`. Call it only if `serves` says so."""
-    found: Tensor = _GatedMLP.apply(x, INNER[kind], gate, up, down)
-    return found
+    """Return (activation(x gate^T) x up^T) down^T for `swiglu` and `geglu`. Call it only if `may_serve` and `serves` say so."""
+    y_gate, y_up, value = _GatedProducts.apply(x, gate, up, None, None, INNER[kind])
+    out: Tensor = _Down.apply(y_gate, y_up, value, down, INNER[kind])
+    return out.view(x.shape)
 
 
-class _GatedMLP(torch.autograd.Function):
+# Two functions, so that autograd frees what the backward pass of the first to run has read before the other begins.
+class _GatedProducts(Products):
+    """The products of an input with gate and up, as `Products` computes them, and their activation, which gets no gradient here."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *factors: Any) -> tuple[Tensor, ...]:
         from argosy.model.ops.kernels.hopper_mlp import gated_products
 
-        ctx.listener = listener_of(x)
-        y_gate, y_up, value = gated_products(x.flatten(0, -2), gate, up, kind)
-        ctx.save_for_backward(x, gate, up, down, y_gate, y_up, value)
-        # The weights themselves: the saved tensors may be copies.
-        ctx.weights, ctx.kind = (gate, up, down), kind
-        return F.linear(value, down).view(x.shape)
+        gate, up, *_, kind = factors
+        Products.keep(ctx, x, (gate, up))
+        found = gated_products(x.flatten(0, -2), gate, up, kind)
+        ctx.mark_non_differentiable(found[-1])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return *Products.backward(ctx, *gradients[:2]), None
+
+
+class _Down(torch.autograd.Function):
+    """The down projection of an activation. Its backward pass goes on to the products that the activation is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, value: Tensor, down: Tensor, kind: str) -> Tensor:
+        products = (gate, up) if any(ctx.needs_input_grad[:2]) else ()
+        ctx.save_for_backward(value, down, *products)
+        # The weight itself: the saved tensor may be a copy.
+        ctx.weight, ctx.kind = down, kind
+        return F.linear(value, down)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         from argosy.model.ops.kernels.hopper_mlp import gated_gradients
 
-        x, gate, up, down, y_gate, y_up, value = ctx.saved_tensors
-        wants_x, _, *wanted = ctx.needs_input_grad
-        rows, d_y = x.flatten(0, -2), gradients[0].flatten(0, -2).contiguous()
-        # The gradients of the three products, and what each weight multiplied.
-        d_products, multiplied = [d_y, d_y, d_y], (rows, rows, value)
-        d_x = None
-        if wants_x or any(wanted[:2]):
-            d_products[:2] = gated_gradients(d_y, down, y_gate, y_up, ctx.kind)
-        if wants_x:
-            d_x = input_gradient(d_products[:2], (gate, up), x, ctx.listener)
-        d_weights = [
-            now_or_later(weight, partial(product, d, one)) if want else None
-            for weight, d, one, want in zip(ctx.weights, d_products, multiplied, wanted, strict=True)
-        ]
-        return d_x, None, *d_weights
+        value, down, *products = ctx.saved_tensors
+        d_y = gradients[0] if _is_loadable(gradients[0]) else gradients[0].clone(memory_format=torch.contiguous_format)
+        d_gate = d_up = None
+        if products:
+            gate, up = products
+            d_gate, d_up = gated_gradients(d_y, down, gate, up, ctx.kind)
+        d_down = now_or_later(ctx.weight, partial(product, d_y, value)) if ctx.needs_input_grad[3] else None
+        return d_gate, d_up, None, d_down, None

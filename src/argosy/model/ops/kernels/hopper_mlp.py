@@ -3,7 +3,7 @@
 A program is persistent and has a multiprocessor to itself. One warp loads tiles of both factors into a ring buffer in shared memory. Two
 workers of four warps each have 64 tokens and 256 columns of the product. A worker puts a complete product into shared memory in 16 bits. It
 reads it again block by block, each block while a step of the next product's matmul runs, computes the activation, and writes what
-the other passes read. So the tensor cores do not wait for it, and nobody reads the product from global memory.
+the other passes read. So the tensor cores do not wait for it, and no other kernel of this pass reads the product.
 
 The tile of the forward pass has 128 columns of the gate and the same 128 of up.
 """
@@ -258,10 +258,13 @@ def _launch(
     out_up: Tensor, value: Tensor | None, kind: str, backward: bool,
 ) -> None:  # fmt: skip
     tokens, width = out.shape
+    steps = triton.cdiv(a.shape[1], _DEPTH.value)
+    if steps < span // _BLOCK.value:
+        raise ValueError(f"{steps} steps cannot have {span // _BLOCK.value} blocks of columns beside them")
     row_tiles, column_tiles = triton.cdiv(tokens, _WORKERS.value * _TOKENS.value), triton.cdiv(width, span)
     _mlp_gemm[(min(processors(a.device), row_tiles * column_tiles),)](
         _described(a, _TOKENS.value, _DEPTH.value), b, b_up, gate, up, out, out_up, value, row_tiles, column_tiles,
-        triton.cdiv(a.shape[1], _DEPTH.value), tokens, width, kind, backward, num_warps=4,
+        steps, tokens, width, kind, backward, num_warps=4,
     )  # fmt: skip
 
 
