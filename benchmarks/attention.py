@@ -1,6 +1,6 @@
 """A benchmark of causal attention, forward and backward, with every back end this machine has.
 
-    python benchmarks/attention.py [--seconds 0.7] [--rounds 2] [--repeatable] [--documents 1000] [--shape 2,8192,32,8,128] [--smoke]
+    python benchmarks/attention.py [--seconds 0.7] [--rounds 2] [--repeatable] [--documents 1000] [--shape 2 8192 32 8 128] [--smoke]
 
 Every back end is timed where results must repeat bit for bit, and where they need not ("any order"). Prints milliseconds and TFLOP/s
 (causal attention counted as half) at the clock the device can sustain, joules if the GPU counts them, and the relative error of outputs and
@@ -140,24 +140,14 @@ def compare(shape: Shape, device: torch.device, options: argparse.Namespace) -> 
                 )
 
 
-def shape_of(text: str) -> Shape:
-    """Read a shape from its five numbers."""
-    try:
-        batch, seq, heads, kv_heads, width = (int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            "a shape is batch,tokens,heads,key/value heads,head_dim: 2,8192,32,8,128"
-        ) from error
-    return batch, seq, heads, kv_heads, width
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement; the second half counts")
     parser.add_argument("--rounds", type=int, default=1, help="measurements of each back end, in turn")
     parser.add_argument("--repeatable", action="store_true", help="only with deterministic kernels")
     parser.add_argument("--documents", type=int, metavar="TOKENS", help="the average length of documents")
-    parser.add_argument("--shape", type=shape_of, action="append", help="batch,tokens,heads,key/value heads,head_dim")
+    sizes = ("BATCH", "TOKENS", "HEADS", "KV_HEADS", "HEAD_DIM")
+    parser.add_argument("--shape", type=int, nargs=5, action="append", metavar=sizes)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
 """A benchmark of a gated MLP, matmul by matmul and with its activation beside the matmuls, where the machine has such kernels.
 
-    python benchmarks/mlp.py [--seconds 0.7] [--rounds 2] [--shape 32768,2048,8192] [--smoke]
+    python benchmarks/mlp.py [--seconds 0.7] [--rounds 2] [--shape 32768 2048 8192] [--smoke]
 
 Prints milliseconds of the forward and of the backward pass without weight gradients, at the clock the device can sustain. Rounds are
 measured in turn, since a GPU at its power limit may be slower after other work than after a pause. `--smoke` uses a tiny shape, for a CPU.
@@ -17,16 +17,11 @@ import torch
 
 from argosy.measure.calibrate import paced
 from argosy.model.layers import MLP
-from argosy.model.ops.hopper import kernel_refusal
 
 Shape = tuple[int, int, int]  # tokens, hidden and inner width
 # llama3-1b with 4 samples, llama3-8b with 2.
 SHAPES: list[Shape] = [(32768, 2048, 8192), (16384, 4096, 14336)]
 TINY: list[Shape] = [(64, 64, 128)]
-
-
-def has_kernels(device: torch.device) -> bool:
-    return kernel_refusal(device) is None
 
 
 def passes(shape: Shape, device: torch.device, *, beside: bool) -> tuple[Callable[[], None], Callable[[], None]] | None:
@@ -39,7 +34,7 @@ def passes(shape: Shape, device: torch.device, *, beside: bool) -> tuple[Callabl
         weight.normal_(std=hidden**-0.5)
     mlp.recomputed = not beside
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
-    if beside and (not has_kernels(device) or mlp._fused(x) is None):
+    if beside and mlp._fused(x) is None:
         return None
     y, d_y = mlp(x), torch.randn_like(x)
 
@@ -52,20 +47,11 @@ def passes(shape: Shape, device: torch.device, *, beside: bool) -> tuple[Callabl
     return forwards, backwards
 
 
-def shape_of(text: str) -> Shape:
-    """Read a shape from its three numbers."""
-    try:
-        tokens, hidden, width = (int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError("a shape is tokens,hidden,inner width: 32768,2048,8192") from error
-    return tokens, hidden, width
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement; the second half counts")
     parser.add_argument("--rounds", type=int, default=1, help="measurements of each form, in turn")
-    parser.add_argument("--shape", type=shape_of, action="append", help="tokens,hidden,inner width")
+    parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("TOKENS", "HIDDEN", "WIDTH"))
     parser.add_argument("--smoke", action="store_true", help="a tiny shape")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
-from benchmarks import attention
+from benchmarks import attention, mlp
 
 from argosy.compat import set_deterministic
 
-SMALL = ["--shape", "1,128,1,1,64", "--seconds", "0.01"]
+SMALL = [*["--shape", "1", "128", "1", "1", "64"], "--seconds", "0.01"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +62,16 @@ def test_joules_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.Cost(0.002, 1.5).show(4e9) == "2.000 ms (2, 1.50 J)"
 
 
-@pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,x", ""])
-def test_a_shape_has_five_numbers(
-    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", ["1 2 3", "1 2 3 4 x", "", "1,2,3,4,5"])
+@pytest.mark.parametrize(
+    ("benchmark", "sizes"), [(attention, "BATCH TOKENS HEADS KV_HEADS HEAD_DIM"), (mlp, "TOKENS HIDDEN WIDTH")]
+)
+def test_a_shape_has_all_its_numbers(
+    benchmark: ModuleType, sizes: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["attention.py", "--shape", text])
+    if benchmark is mlp:
+        words = words.removesuffix(" 3")
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--shape", *words.split()])
     with pytest.raises(SystemExit):
-        attention.main()
-    assert "batch,tokens,heads,key/value heads,head_dim" in capsys.readouterr().err
+        benchmark.main()
+    assert f"--shape {sizes}" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from argosy.parallel.transformer_blocks import recompute_block
 from argosy.train.kernel_profile import kind_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HOPPER = hopper.kernel_refusal(DEVICE) is None
+HOPPER = mlp._runs_on(DEVICE)
 # Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
 if HOPPER:
@@ -73,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         monkeypatch.setattr(hopper_mlp, name, call)
     if not HOPPER:
-        monkeypatch.setattr(mlp, "kernel_refusal", lambda device: None)
+        monkeypatch.setattr(mlp, "gluon_refusal", lambda device, versions: None)
     monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.0)
     for cached in (mlp._fits, mlp._runs_on):
         cached.cache_clear()
@@ -195,6 +195,16 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
     elif why == "a weight of 32 bits":
         module.up.weight = torch.nn.Parameter(module.up.weight.float())
     assert module._fused(x) is None
+
+
+@pytest.mark.parametrize(("version", "runs"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", False), ("3.60.0", False)])
+def test_they_run_only_with_the_versions_of_triton_they_were_measured_with(
+    version: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlp, "gluon_refusal", hopper.gluon_refusal)
+    monkeypatch.setattr(hopper, "gpu_refusal", lambda device, capabilities: None)
+    monkeypatch.setattr(hopper, "_TRITON", version)
+    assert (module_of("swiglu")._fused(tokens()) is not None) == runs
 
 
 @pytest.mark.parametrize(("how", "passes"), [("full", 2), ("selective", 0)])

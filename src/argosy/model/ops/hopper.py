@@ -1,7 +1,7 @@
 """Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128, with documents and windows.
 
-Their results are deterministic, and they are about as fast as the fastest kernels whose results are not. They are written in Gluon, whose interface changes between
-versions of Triton, so they run only with the versions they were measured with.
+Their results are deterministic, and they are about as fast as the fastest kernels whose results are not. They are written in Gluon, whose
+interface changes between versions of Triton, so they run only with the versions they were measured with.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _TOKENS = 128
 _PROGRAMS = 1.5
 
 
-def kernel_refusal(device: torch.device) -> str | None:
-    """Return why no kernel written in Gluon for Hopper can run on a device, or None."""
-    if _TRITON is None or not _TRITON.startswith(_MEASURED):
-        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in _MEASURED)}"
+def gluon_refusal(device: torch.device, versions: tuple[str, ...]) -> str | None:
+    """Return why kernels written in Gluon for Hopper, and measured with some versions of Triton, cannot run on a device, or None."""
+    if _TRITON is None or not _TRITON.startswith(versions):
+        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in versions)}"
     return gpu_refusal(device, _CAPABILITIES)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
     """Return why these kernels cannot run, or None."""
-    if why := kernel_refusal(device):
+    if why := gluon_refusal(device, _MEASURED):
         return why
     if dtype != torch.bfloat16:
         return "the kernels need bf16"

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.model.ops.activation import INNER
-from argosy.model.ops.hopper import kernel_refusal
+from argosy.model.ops.hopper import gluon_refusal
 from argosy.model.ops.matmul import Products, filled, now_or_later, processors, product
 
+# The versions of Triton that the kernels were measured with.
+_MEASURED = ("3.6.", "3.7.")
 # A tile of the kernels. Each of its 8 blocks of columns needs a step of 64 of the hidden dimension.
 _TILE = (128, 256)
 _LEAST_HIDDEN = 512
@@ -43,7 +45,7 @@ def _is_loadable(x: Tensor) -> bool:
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    return kernel_refusal(device) is None
+    return gluon_refusal(device, _MEASURED) is None
 
 
 @cache

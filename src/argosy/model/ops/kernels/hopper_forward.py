@@ -3,9 +3,8 @@
 A program is persistent: it has a multiprocessor to itself and takes tiles from an atomic counter (a dynamic tile scheduler) until none is
 left, of each sample the longest first. So all programs end at about the same time, also where documents make tiles short, or other work
 has some of the multiprocessors. One warp takes the tiles, publishes their numbers, and loads blocks of keys and values into a ring buffer
-in shared memory. Workers of four warps
-each compute: a worker has 64 queries of one head, and the heads that share a KV head work on the same blocks. While one worker computes
-exponentials, the matmuls of the others run.
+in shared memory. Workers of four warps each compute: a worker has 64 queries of one head, and the heads that share a KV head work on the
+same blocks. While one worker computes exponentials, the matmuls of the others run.
 
 A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, beside the
 exponentials of block c. Block c of the keys and block c - 1 of the values are therefore freed, and loaded, together.

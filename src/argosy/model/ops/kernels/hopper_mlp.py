@@ -18,13 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.activation_kernel import activation_slope, activation_value
+from argosy.model.ops.kernels.hopper_forward import _LAYOUT, _fetch
 from argosy.model.ops.matmul import processors
 
 # Tokens of a worker, columns of a tile, and how much of the factors' common dimension a step multiplies.
@@ -34,9 +34,6 @@ _WORKERS, _STAGES = gl.constexpr(2), gl.constexpr(3)
 _BLOCK = gl.constexpr(32)
 # Tiles below each other that are worked on at the same time: a square of as many tiles as there are multiprocessors loads least.
 _BAND = gl.constexpr(16)
-_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Newer versions of Triton renamed it.
-_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
