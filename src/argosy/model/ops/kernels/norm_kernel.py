@@ -15,6 +15,7 @@ from torch import Tensor
 
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
 from argosy.model.ops.largest import SLOTS, note
+from argosy.model.ops.token_sums import note_sums, noted_sums, want_sums, wants_sums
 
 # The backward pass has at least so many programs, four for each multiprocessor of an H100 or H200, and in all at least so many warps, about
 # eight. Each program notes one largest magnitude, so there are at most SLOTS programs.
@@ -121,10 +122,6 @@ def _backward(
         tl.store(d_y_bias + at, sum_x, mask=inside)
 
 
-# Attributes of tensors: the norm that reads a tensor shall sum the rows of its gradient; and their sum, with the gradient's version.
-_WANTS_SUMS, _SUMS = "_argosy_wants_sums", "_argosy_sums"
-
-
 class AddNorm(torch.autograd.Function):
     """Returns x + y + y_bias and its norm. Without y it returns x and its norm, which saves adding the two gradients of x.
 
@@ -136,7 +133,7 @@ class AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
         rms: bool, measured: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        summed = y is None and hasattr(x, _WANTS_SUMS)
+        summed = y is None and wants_sums(x)
         x = x.contiguous()
         y = None if y is None else y.contiguous()
         width = x.shape[-1]
@@ -191,7 +188,7 @@ class AddNorm(torch.autograd.Function):
         d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
         d_y_bias = None if y_bias_dtype is None else sums[-1].to(y_bias_dtype)
         if summed and y_bias_dtype is None:
-            setattr(d_x, _SUMS, (sums[-1], d_x._version))
+            note_sums(d_x, sums[-1])
         return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None, None
 
 
@@ -220,7 +217,7 @@ class Add(torch.autograd.Function):
         _add[(triton.cdiv(width, 256) * triton.cdiv(rows, 16),)](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
         ctx.bias_dtype = y_bias.dtype
         if ctx.needs_input_grad[2]:
-            setattr(out, _WANTS_SUMS, True)
+            want_sums(out)
         return out
 
     @staticmethod
@@ -228,10 +225,8 @@ class Add(torch.autograd.Function):
         d_out = gradients[0].contiguous()
         if not ctx.needs_input_grad[2]:
             return d_out, d_out, None
-        sums, version = getattr(d_out, _SUMS, (None, None))
-        if sums is None or version != d_out._version:
-            return d_out, d_out, column_sums(d_out, ctx.bias_dtype)
-        return d_out, d_out, sums.to(ctx.bias_dtype)
+        sums = noted_sums(d_out)
+        return d_out, d_out, column_sums(d_out, ctx.bias_dtype) if sums is None else sums.to(ctx.bias_dtype)
 
 
 def _warps(block: int) -> int:
