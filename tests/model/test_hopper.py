@@ -16,8 +16,17 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 from argosy.model.attention import BACKENDS, Case, Mask, bounds_of, choose_backend, explicit_bias
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form, attend
-from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward, hopper_sums, hopper_tiles
+from argosy.model.ops.kernels import (
+    heads_kernel,
+    hopper_backward,
+    hopper_backward_128,
+    hopper_backward_head,
+    hopper_forward,
+    hopper_sums,
+    hopper_tiles,
+)
 from argosy.model.ops.largest import noted, want
+from argosy.model.ops.token_sums import note_sums, noted_sums
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 
@@ -29,6 +38,8 @@ SHAPES = [(1, 128, 1, 1), (3, 384, 6, 2)]
 # What kernels may have trouble with; then where programs have many tiles.
 SHAPES += [(1, 128, 2, 1), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)] if HOPPER else []
 SHAPES += [(4, 2048, 32, 8), (32, 1024, 20, 20), (2, 512, 64, 64), (11, 384, 24, 4)] if HOPPER else []
+# Whole heads are programs': of one block of keys and of several, with one query head and with several.
+SHAPES += [(1, 128, 131, 131), (33, 256, 16, 4), (13, 384, 40, 20)] if HOPPER else []
 
 
 def documents(batch: int, seq: int, share: float) -> Tensor:
@@ -63,9 +74,10 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attend_backward(
         d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, beside: bool,
-        measured: bool,
+        measured: bool, summed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         group = q.shape[2] // k.shape[2]
+        gradients = hopper_sums.room_beside(q, k, v, beside)
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
         hidden = None if last is None else torch.arange(q.shape[1])[:, None] > last[:, None, :]
         p = (scores_of(q, k, scale, hidden) - lse[..., None]).exp()
@@ -73,12 +85,18 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         d_s = p * (torch.einsum("bqhd,bkhd->bhqk", d_out, v) - delta) * scale
         d_k, d_v = torch.einsum("bhqk,bqhd->bkhd", d_s, q), torch.einsum("bhqk,bqhd->bkhd", p, d_out)
         d_k, d_v = (t.unflatten(2, (-1, group)).sum(3) for t in (d_k, d_v))
-        return torch.einsum("bhqk,bkhd->bqhd", d_s, k), d_k, d_v
+        d_q, d_k, d_v = (
+            room.copy_(values)
+            for room, values in zip(gradients, (torch.einsum("bhqk,bkhd->bqhd", d_s, k), d_k, d_v), strict=True)
+        )
+        if summed:
+            note_sums(d_q, torch.stack([d.sum((0, 1)) for d in (d_q, d_k, d_v)], 1).flatten())
+        return d_q, d_k, d_v
 
     if not HOPPER:
         monkeypatch.setattr(hopper_forward, "attend", attend)
-        monkeypatch.setattr(hopper_backward, "attend_backward", attend_backward)
-        monkeypatch.setattr(hopper_backward_128, "attend_backward", attend_backward)
+        for module in (hopper_backward, hopper_backward_128, hopper_backward_head):
+            monkeypatch.setattr(module, "attend_backward", attend_backward)
 
 
 def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.0, head_dim: int = 64) -> Case:
@@ -113,7 +131,7 @@ def test_results_and_gradients_are_those_of_the_explicit_bias(
 @pytest.mark.usefixtures("kernels_or_twin")
 # More programs than processors, of one head and of many; queries that share keys, and none that do.
 @pytest.mark.parametrize(
-    ("batch", "seq", "heads", "kv_heads"), [(3, 1024, 48, 8), (1, 32768, 4, 2), (16, 1024, 12, 12)] if HOPPER else [(3, 128, 6, 1)]
+    ("batch", "seq", "heads", "kv_heads"), [(3, 1024, 48, 8), (1, 32768, 4, 2), (16, 1024, 12, 12), (22, 1024, 12, 12)] if HOPPER else [(3, 128, 6, 1)]
 )  # fmt: skip
 @pytest.mark.parametrize("mask", ["plain", "documents", "window"])
 @pytest.mark.parametrize("width", [64, 128])
@@ -134,9 +152,10 @@ def test_results_and_gradients_repeat_where_bits_must(
 @pytest.mark.usefixtures("kernels_or_twin")
 @pytest.mark.parametrize("mask", ["plain", "documents"])
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, mask: str) -> None:
+@pytest.mark.parametrize("heads", [3, *([66] if HOPPER else [])])  # of 66, each is a program's
+def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, mask: str, heads: int) -> None:
     torch.manual_seed(3)
-    batch, seq, heads = 2, 256, 3
+    batch, seq = 2, 256
     parts = torch.randn(batch, seq, heads, 3, width, device=DEVICE, dtype=DTYPE).unbind(3)
     d_out = torch.randn(batch, seq, heads, width, device=DEVICE, dtype=DTYPE)
     form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)), measured=True)
@@ -147,9 +166,9 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, ma
     for ours, apart, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
         assert torch.equal(apart, theirs)
+    assert [d.stride() for d in found[0]] == [part.stride() for part in parts]
+    assert all(d.is_contiguous() for d in (*found[1], *found[2]))
     if HOPPER:
-        assert [d.stride() for d in found[0]] == [part.stride() for part in parts]
-        assert all(d.is_contiguous() for d in (*found[1], *found[2]))
         for gradients in found:
             largest = {id(noted(d)): noted(d) for d in gradients}
             assert [float(one.max()) for one in largest.values()] == [max(float(d.abs().max()) for d in gradients)]  # type: ignore[union-attr]
@@ -176,6 +195,84 @@ def test_the_largest_gradients_are_noted_where_they_are_wanted(monkeypatch: pyte
 
 @pytest.mark.usefixtures("kernels_or_twin")
 @pytest.mark.parametrize("mask", ["plain", "documents"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("batch", "heads"), [(2, 3), *([(2, 66), (44, 3)] if HOPPER else [])])
+def test_sums_over_tokens_are_those_of_the_gradients(batch: int, heads: int, width: int, mask: str) -> None:
+    torch.manual_seed(4)
+    q, k, v, d_out = torch.randn(4, batch, 256, heads, width, device=DEVICE, dtype=DTYPE)
+    form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, 256), 256)._replace(device=DEVICE)))
+    out, lse = hopper.forward(q, k, v, form)
+    assert noted_sums(hopper.backward(d_out, q, k, v, out, lse, form)[0]) is None
+    gradients = hopper.backward(d_out, q, k, v, out, lse, form._replace(summed=True))
+    sums = noted_sums(gradients[0])
+    assert sums is not None
+    expected, size = (
+        torch.stack([x.sum((0, 1)) for x in parts], 1).flatten()
+        for parts in ([d.double() for d in gradients], [d.double().square() for d in gradients])
+    )
+    # Both are rounded: relative to the root of the squares, as errors of any sign add up.
+    assert float(((sums - expected) / size.sqrt()).abs().max()) < (3e-2 if HOPPER else 1e-4)
+    gradients[0].add_(1)
+    assert noted_sums(gradients[0]) is None
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize(
+    ("group", "frozen", "between", "wanted"),
+    [(1, False, False, True), (3, False, False, False), (1, True, False, False), (1, False, True, False)],
+)
+def test_attention_sums_the_gradient_of_the_bias_of_its_inputs(
+    group: int, frozen: bool, between: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    asked: list[bool] = []
+    compute = hopper.backward
+
+    def backward(*tensors: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append(form.summed)
+        return compute(*tensors, form)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(hopper, "backward", lambda *arguments: backward(*arguments[:-1], form=arguments[-1]))
+    # The pass over the gradient that is saved.
+    monkeypatch.delattr(heads_kernel, "column_sums")
+    qkv = torch.randn(2, 128, 2 * (group + 2) * 64, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    bias = torch.zeros(qkv.shape[-1], device=DEVICE, requires_grad=not frozen)
+    q, k, v = heads_kernel.SplitHeads.apply(qkv, bias, None, group, 64)
+    attend("hopper", Form(True, None, None), q * 2 if between else q, k, v).float().square().sum().backward()
+    assert asked == [wanted]
+    assert qkv.grad is not None
+    if frozen:
+        assert bias.grad is None
+        return
+    assert bias.grad is not None
+    size = qkv.grad.double().square().sum((0, 1)).sqrt()
+    assert float(((bias.grad - qkv.grad.double().sum((0, 1))) / size).abs().max()) < (3e-2 if HOPPER else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "kv_heads", "width", "whole"),
+    [
+        (32, 1024, 20, 20, 64, True),
+        (64, 1024, 12, 12, 64, True),
+        (16, 1024, 16, 4, 64, False),  # too many queries of a KV head
+        (66, 256, 8, 2, 64, True),
+        (16, 2048, 16, 16, 64, False),
+        (32, 1024, 20, 20, 128, False),
+        (8, 1024, 20, 20, 64, False),  # 160 heads: the second wave would leave most processors idle
+        (1, 1024, 132, 132, 64, True),
+        (1, 1024, 8, 8, 64, False),
+    ],
+)
+def test_programs_have_whole_heads_where_these_fill_the_gpu(
+    batch: int, seq: int, heads: int, kv_heads: int, width: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "processors", lambda _: 132)
+    q, k = (torch.empty(batch, seq, n, width, device="meta") for n in (heads, kv_heads))
+    assert hopper.has_whole_heads(q, k) is whole
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("mask", ["plain", "documents"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "processors", "copies"),
     [(8, 1, 8, 8), (8, 1, 4, 4), (8, 2, 5, 2), (8, 2, 2, 1), (6, 2, 3, 3), (4, 4, 99, 1)],
@@ -189,9 +286,9 @@ def test_few_programs_of_the_backward_pass_are_cut_by_query_heads(
     form = Form(True, None, None, bounds_of(case(MASKS[mask](1, 256), 256)._replace(device=DEVICE)))
     out, lse = hopper.forward(q, k, v, form)
     found = []
-    for there in (0, processors):
+    for there in (1, processors):
         monkeypatch.setattr(hopper, "processors", lambda _, there=there: there)
-        assert hopper._copies(q, k) == (copies if there else 1)
+        assert hopper._copies(q, k) == (copies if there > 1 else 1)
         found.append(hopper.backward(d_out, q, k, v, out, lse, form))
     for whole, cut in zip(*found, strict=True):
         assert cut.shape == whole.shape
@@ -281,13 +378,19 @@ def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profiler_tells_whose_kernels_ran() -> None:
-    modules = vars(hopper_forward) | vars(hopper_backward) | vars(hopper_backward_128) | vars(hopper_sums)
-    kinds = ["after", "backward", "backward_128", "before", "forward"]
+    modules = (
+        vars(hopper_forward)
+        | vars(hopper_backward_head)
+        | vars(hopper_backward)
+        | vars(hopper_backward_128)
+        | vars(hopper_sums)
+    )
+    kinds = ["after", "backward", "backward_128", "backward_head", "before", "forward"]
     ours = sorted(filter(hopper.is_kernel, modules))
     assert ours == [f"_attention_{kind}" for kind in kinds]
     theirs = "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_0"
     torchs = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>"
-    assert [flash.is_kernel(name) for name in (theirs, torchs, *ours)] == [True, *[False] * 6]
+    assert [flash.is_kernel(name) for name in (theirs, torchs, *ours)] == [True, *[False] * 7]
     assert not hopper.is_kernel(theirs)
     assert {kind_of(name) for name in (theirs, torchs, *ours)} == {"attention"}
 
@@ -307,7 +410,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from argosy.model.ops.kernels import hopper_backward as backward, hopper_backward_128 as wide, hopper_forward as forward
-from argosy.model.ops.kernels import hopper_sums as sums
+from argosy.model.ops.kernels import hopper_backward_head as whole, hopper_sums as sums
 
 def compiled(kernel, width, blocks, pointers, floats, constants):
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(floats, "fp32") | pointers
@@ -330,11 +433,11 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
     for bounds, known in (bounded("first"), unbounded("first")):
         made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32", "tile_counter": "*i32"} | bounds, ["scale"], constants | known)
         assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
-    logs = {"logs": f"tensordesc<fp32[1, 128],{sums._LOGS!r}>"}
+    logs = {"logs": f"tensordesc<fp32[1, 128],{sums.LOGS!r}>"}
     logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*i32", "inverse": "*fp32", "largest": "*fp32", "found": "*i32"}
     adds, least = "red.global.add.s32", 4
     if width == 128:
-        logs |= {"sums": f"tensordesc<i32[64, 64],{sums._TILE!r}>", "inverse": f"tensordesc<fp32[1, 64],{sums._LOGS!r}>"}
+        logs |= {"sums": f"tensordesc<i32[64, 64],{sums._TILE!r}>", "inverse": f"tensordesc<fp32[1, 64],{sums.LOGS!r}>"}
         adds, least = "cp.reduce.async.bulk.tensor", 2
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
     for (bounds, known), found in ((unbounded("last"), {"found": None}), (bounded("last"), {"found": None}), (unbounded("last"), {})):
@@ -342,6 +445,16 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
         pointers = {name: kind for name, kind in (logs | bounds).items() if name not in found}
         made = compiled(kernel, width, blocks, pointers, ["scale", "plain_scale"], constants)
         assert made.asm["cubin"] and made.asm["ptx"].count(adds) >= least
+blocks = dict.fromkeys(["q", "k", "v", "d_out", "d_q_out", "d_k_out", "d_v_out"], 64)
+pointers = {"sums": "*fp32", "query_sums": "*fp32", "found": "*i32", "head_counter": "*i32"}
+logs = {"logs": f"tensordesc<fp32[1, 128],{sums.LOGS!r}>"}
+for (bounds, known), group, absent in (
+    (unbounded("last"), 1, {"found": None}), (bounded("last"), 1, {}), (unbounded("last"), 4, {"query_sums": None}),
+):
+    constants = {"KV_HEADS": 8, "GROUP": group} | known | absent
+    given = {name: kind for name, kind in (pointers | logs | bounds).items() if name not in absent}
+    made = compiled(whole._attention_backward_head, 64, blocks, given, ["scale", "plain_scale"], constants)
+    assert made.asm["cubin"] and made.asm["ptx"].count("red.relaxed.gpu.global.add.v4.f32") == 8
 print("compiled")
 """
 
@@ -367,10 +480,19 @@ v[0, 77, 1] *= 5
 lse, logs = torch.randn(batch, heads, seq), torch.full((batch * heads * seq // 64, 128), 7.0)
 sums, inverse = torch.full((batch * heads * seq * 64,), 7, dtype=torch.int32), torch.full((batch * heads * seq,), 7.0)
 largest = torch.zeros(batch * heads // group * 2, dtype=torch.int32)
+by_blocks = torch.full((2, batch, seq // 64, heads, 64), 7.0)
 grid = (batch * heads * seq // 64,)
 strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
-before[grid](out, d_out, k, v, lse, logs, inverse, largest, sums, -3.0, seq, heads, *strides, group, 64, 64, _LEAST.value)
+before[grid](out, d_out, k, v, lse, logs, inverse, largest, sums, by_blocks[0], -3.0, seq, heads, *strides, group, 64, 64, _LEAST.value)
 assert not sums.any()
+torch.testing.assert_close(by_blocks[0], d_out.unflatten(1, (-1, 64)).sum(2))
+# Only what the kernel of whole heads reads.
+others = logs.clone().fill_(7.0)
+zeros = [0] * 6
+before[grid](
+    out, d_out, None, None, lse, others, None, None, None, by_blocks[1], -3.0, seq, heads, *strides[:6], *zeros, 1, 64, 64, _LEAST.value
+)
+assert torch.equal(others, logs) and torch.equal(*by_blocks)
 blocks = logs.view(batch, heads, -1, 2, 64)
 torch.testing.assert_close(blocks[..., 0, :].flatten(2), lse * -3.0)
 torch.testing.assert_close(blocks[..., 1, :].flatten(2), -(out * d_out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
@@ -394,18 +516,20 @@ for width in (64, 128):
         sums[..., by_fragments] = added
     d_q = torch.empty(batch, seq, heads, width + 32)[..., :width]
     places, found = d_q.stride()[1:3], torch.zeros(3, dtype=torch.int32)
-    after[grid](sums, inverse, largest, d_q, found, seq, heads, *places, 0.5, group, width, 64, *numbers)
+    by_blocks = torch.full((batch, seq // 64, heads, width), 7.0)
+    after[grid](sums, inverse, largest, d_q, found, by_blocks, seq, heads, *places, 0.5, group, width, 64, *numbers)
+    torch.testing.assert_close(by_blocks, d_q.unflatten(1, (-1, 64)).sum(2), rtol=1e-4, atol=1e-3)
     assert found.view(torch.float32).max() == d_q.abs().max() and found.all()
     wanted = added.flatten(2, 3) * units[..., None] * 0.5
     torch.testing.assert_close(d_q, wanted.transpose(1, 2))
 # What is not finite makes gradients that are no numbers: in dO of its query, in K or V of all queries of the head.
 d_out[1, 2, 3, 4], d_out[1, 9, 2, 0], k[0, 9, 1, 0], v[1, 100, 0, 63] = torch.nan, torch.inf, torch.inf, torch.nan
 largest = torch.zeros_like(largest, dtype=torch.int32)
-before[grid](out, d_out, k, v, lse, logs, inverse, largest, sums, -3.0, seq, heads, *strides, group, 64, 64, _LEAST.value)
+before[grid](out, d_out, k, v, lse, logs, inverse, largest, sums, None, -3.0, seq, heads, *strides, group, 64, 64, _LEAST.value)
 d_q = torch.empty(batch, seq, heads, 64)
 sums = torch.zeros(batch * heads * seq * 64, dtype=torch.int32)
 found.zero_()
-after[grid](sums, inverse, largest.view(torch.float32), d_q, found, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, *numbers)
+after[grid](sums, inverse, largest.view(torch.float32), d_q, found, None, seq, heads, *d_q.stride()[1:3], 0.5, group, 64, 64, *numbers)
 assert found.view(torch.float32).max() == torch.inf
 lost = d_q.isnan().all(-1)
 assert lost[0, :, 2:].all() and lost[1, :, :2].all() and lost[1, 2, 3] and lost[1, 9, 2] and int(lost.sum()) == 2 * 2 * seq + 2

@@ -211,7 +211,7 @@ def test_sums_over_rows(dtype: torch.dtype, rows: int, width: int) -> None:
 @pytest.mark.parametrize("summed", [None, torch.float32])
 def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, summed: torch.dtype | None) -> None:
     qkv = torch.randn(2, 48, 2 * (group + 2) * 16, device=DEVICE, dtype=torch.bfloat16)
-    room = hopper_sums.room_beside(*(t.transpose(1, 2) for t in heads_kernel.split(qkv, None, group, 16)))
+    room = hopper_sums.room_beside(*(t.transpose(1, 2) for t in heads_kernel.split(qkv, None, group, 16)), True)
     gradients = [t.copy_(torch.randn(t.shape)).transpose(1, 2) for t in room]
     copies = [t.clone(memory_format=torch.contiguous_format) for t in gradients]
     whole, sums = heads_kernel.join(gradients, None, group, summed=summed)
@@ -228,9 +228,10 @@ def test_gradients_that_are_parts_of_one_tensor_are_joined_already(group: int, s
 
 def test_gradients_of_tensors_that_overlap_get_room_of_their_own() -> None:
     q, k, v = torch.randn(2, 48, 2, 3, 16, device=DEVICE).unbind(3)
-    room = hopper_sums.room_beside(q, k, v)
+    room = hopper_sums.room_beside(q, k, v, True)
     assert len({t.untyped_storage().data_ptr() for t in room}) == 1
-    assert len({t.untyped_storage().data_ptr() for t in hopper_sums.room_beside(q, k, k)}) == 3
+    assert len({t.untyped_storage().data_ptr() for t in hopper_sums.room_beside(q, k, v, False)}) == 3
+    assert len({t.untyped_storage().data_ptr() for t in hopper_sums.room_beside(q, k, k, True)}) == 3
 
 
 def test_maxima_that_attention_has_found_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.largest import is_wanted, transposed
 from argosy.model.ops.operators import operator
+from argosy.model.ops.token_sums import note_sums, noted_sums, wants_sums
 
 
 class Bounds(NamedTuple):
@@ -36,9 +37,10 @@ class Form(NamedTuple):
     # Of kernels that compute only what is within them; others take a window.
     bounds: Bounds | None = None
     # What a backward pass that is not compiled may ask for, of kernels that can: gradients that are parts of one tensor where q, k and v
-    # are, and their largest magnitudes noted (`argosy.model.ops.largest`).
+    # are, their largest magnitudes noted (`argosy.model.ops.largest`), and their sums over tokens (`argosy.model.ops.token_sums`).
     beside: bool = False
     measured: bool = False
+    summed: bool = False
 
 
 class Kernels(Protocol):
@@ -77,7 +79,7 @@ class _Attend(torch.autograd.Function):
         out, lse = _forward(kernels, *(t.transpose(1, 2) for t in (q, k, v)), *form[:3], first, last)
         ctx.save_for_backward(q, k, v, out, lse, first, last)
         ctx.how = (kernels, *form[:3])
-        ctx.measured = not torch.compiler.is_compiling() and is_wanted(q)
+        ctx.wanted = () if torch.compiler.is_compiling() else (is_wanted(q), wants_sums(q))
         return out
 
     @staticmethod
@@ -88,9 +90,11 @@ class _Attend(torch.autograd.Function):
         if torch.compiler.is_compiling():
             found = _backward(kernels, d_out, q, k, v, out, lse, causal, window, scale, first, last)
             return None, None, *(t.transpose(1, 2) for t in found), None, None
-        form = Form(causal, window, scale, _bounds(first, last), beside=True, measured=ctx.measured)
+        form = Form(causal, window, scale, _bounds(first, last), True, *ctx.wanted)
         found = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
-        return None, None, *map(transposed, found), None, None
+        d_q, d_k, d_v = (transposed(gradient) for gradient in found)
+        note_sums(d_q, noted_sums(found[0]))
+        return None, None, d_q, d_k, d_v, None, None
 
 
 def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ interface changes between versions of Triton, so they run only with the versions
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -23,6 +24,8 @@ _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
 # Sequence lengths must be a multiple of this. It is also the number of keys of a program.
 _TOKENS = 128
+# Queries whose sums of dQ stay in the L2 cache, in each program, and the least fraction of processors that are busy.
+_CACHED_QUERIES, _BUSY = 1024, 0.85
 # Programs for each processor. Those of the first keys see all queries, those of the last keys none before them.
 _PROGRAMS = 1.5
 
@@ -49,7 +52,7 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -
 
 
 class Kernels(Protocol):
-    """A module with the backward kernel for one head width."""
+    """A module with a backward kernel."""
 
     def attend_backward(
         self,
@@ -63,6 +66,7 @@ class Kernels(Protocol):
         last: Tensor | None,
         beside: bool,
         measured: bool,
+        summed: bool,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -85,18 +89,33 @@ def forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from argosy.model.ops.kernels import hopper_backward, hopper_backward_128
+    from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_backward_head
 
-    kernels: Kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
-    copies = _copies(q, k)
+    whole = has_whole_heads(q, k)
+    copies = 1 if whole else _copies(q, k)
+    # The sums are written next to each other for each query head and its own KV head.
+    summed = form.summed and q.shape[2] == k.shape[2]
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
+    if whole:
+        kernels: Kernels = hopper_backward_head
+    else:
+        kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
     rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
     last = form.bounds and form.bounds.last
-    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last, form.beside, form.measured)
+    d_q, d_k, d_v = kernels.attend_backward(*rows, out, lse, _scale(form, q), last, form.beside, form.measured, summed)
     if copies > 1:
         d_k, d_v = (t.unflatten(2, (-1, copies)).sum(3) for t in (d_k, d_v))
     return d_q, d_k, d_v
+
+
+def has_whole_heads(q: Tensor, k: Tensor) -> bool:
+    """Return whether programs of the backward pass that have whole KV heads keep nearly all processors busy, and their sums of dQ in the L2
+    cache."""
+    batch, seq, kv_heads, width = k.shape
+    there, group = processors(q.device), q.shape[2] // kv_heads
+    waves = batch * kv_heads / there
+    return width == 64 and seq * group <= _CACHED_QUERIES and waves > _BUSY * math.ceil(waves)
 
 
 def _copies(q: Tensor, k: Tensor) -> int:

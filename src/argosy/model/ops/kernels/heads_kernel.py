@@ -18,6 +18,7 @@ from argosy.model.ops.fp8 import GRADIENT, Quantised
 from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
 from argosy.model.ops.largest import SLOTS, noted
+from argosy.model.ops.token_sums import noted_sums, want_sums
 
 # Tokens per tile and tiles per program in `_join`, and quads of tokens per tile in `_join_rounded`, whose programs have one tile each.
 _TOKENS, _TILES_DOWN = 32, 8
@@ -190,7 +191,10 @@ def join(
     """
     whole = _whole(gradients) if rope is None else None
     if whole is not None:
-        return whole, None if summed is None else column_sums(whole, summed)
+        if summed is None:
+            return whole, None
+        sums = noted_sums(gradients[0])
+        return whole, column_sums(whole, summed) if sums is None else sums.to(summed)
     batch, kv_heads, seq, head_dim = gradients[1].shape
     width, device = kv_heads * (group + 2) * head_dim, gradients[0].device
     d_qkv = torch.empty((batch, seq, width), dtype=gradients[0].dtype, device=device)
@@ -271,7 +275,10 @@ class SplitHeads(torch.autograd.Function):
         ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.form = (rope, group, None if bias is None else bias.dtype)
-        return split(qkv, rope, group, head_dim)
+        q, k, v = split(qkv, rope, group, head_dim)
+        if ctx.needs_input_grad[1] and rope is None and group == 1:
+            want_sums(q)
+        return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -31,6 +31,8 @@ from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step
 _WIDTH = gl.constexpr(64)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
 _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)
+# Exponentials are powers of 2.
+LSE_FACTOR = -1 / math.log(2)
 
 
 # Triton 3.9 renamed `_reinterpret`.
@@ -55,15 +57,15 @@ def _lasts(bounds, sample, block, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr):
-    """Load the keys and values of a program."""
+def _fetch_keys(here, fetch, pair, key_block, slot, seq, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr):
+    """Load a block of keys and values into their slot."""
     k_here, v_here, _, _, _, _, kv_full, _, _, _, _ = here
     _, k, v, _, _, _, k_head, v_head, _ = fetch
-    mbarrier.expect(kv_full.index(0), 2 * _WORKERS * _SIDE * WIDTH * 2)
+    mbarrier.expect(kv_full.index(slot), 2 * _WORKERS * _SIDE * WIDTH * 2)
     for worker in gl.static_range(_WORKERS):
         row = pair // KV_HEADS * seq + (key_block * _WORKERS + worker) * _SIDE
-        _fetch(k, [row, pair % KV_HEADS * k_head], kv_full.index(0), k_here.index(worker))
-        _fetch(v, [row, pair % KV_HEADS * v_head], kv_full.index(0), v_here.index(worker))
+        _fetch(k, [row, pair % KV_HEADS * k_head], kv_full.index(slot), k_here.index(slot * _WORKERS + worker))
+        _fetch(v, [row, pair % KV_HEADS * v_head], kv_full.index(slot), v_here.index(slot * _WORKERS + worker))
 
 
 @gluon.jit
@@ -94,7 +96,7 @@ def _fetcher(
     here, fetch, bounds, key_blocks, seq, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, BOUNDED: gl.constexpr
 ):  # fmt: skip
     pair, key_block = _place(key_blocks, SECTION)
-    _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS, _WIDTH)
+    _fetch_keys(here, fetch, pair, key_block, 0, seq, KV_HEADS, _WIDTH)
     for step in range(_steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)):
         block, member = _step(step, key_block, GROUP)
         _fetch_queries(here, fetch, step, pair, member, block, seq, KV_HEADS, GROUP, _WIDTH, _STAGES, 2)
@@ -134,9 +136,9 @@ def _adder(
 
 @gluon.jit
 def _work(
-    here, k, v, d_k, d_v, step, key_block, lasts, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr,
+    here, k, v, d_k, d_v, step, block, key_block, lasts, scale, WORKER: gl.constexpr, BOUNDED: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
+    """Add what a block of queries, loaded for a step, adds to dK and dV, and pass dS to the adder."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
@@ -154,7 +156,6 @@ def _work(
     s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale + minus_lse[None, :]
     if MASKED:
-        block, _ = _step(step, key_block, GROUP)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         queries = block * _SIDE + gl.arange(0, _SIDE, QUERIES)
         x = gl.where(keys[:, None] <= queries[None, :], x, -float("inf"))
@@ -198,9 +199,11 @@ def _worker(
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     for step in range(masked):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, True)
+        block, _ = _step(step, key_block, GROUP)
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, block, key_block, lasts, scale, WORKER, BOUNDED, True)
     for step in range(masked, steps):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, lasts, scale, WORKER, GROUP, BOUNDED, False)
+        block, _ = _step(step, key_block, GROUP)
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, block, key_block, lasts, scale, WORKER, BOUNDED, False)
     _store_gradients(out, d_k, d_v, pair, key_block, seq, WORKER, KV_HEADS, _WIDTH, SUM)
 
 
@@ -243,7 +246,7 @@ def _attention_backward(
 
 def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, beside: bool,
-    measured: bool,
+    measured: bool, summed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v [batch, seq, heads, 64], given the forward pass's `out` and `lse`.
 
@@ -251,7 +254,8 @@ def attend_backward(
         last: the last query that sees each key, [1 or batch, seq]; None if the last of all sees all.
         beside: write the gradients to parts of one tensor, if q, k and v are such.
         measured: note the largest magnitudes in the gradients.
+        summed: note the sums of the gradients over tokens. Each query head must have a KV head of its own.
     """
     return run_backward(
-        _attention_backward, d_out, q, k, v, out, lse, scale, last, beside, measured, lse_factor=-1 / math.log(2), by_tiles=False
+        _attention_backward, d_out, q, k, v, out, lse, scale, last, beside, measured, summed, LSE_FACTOR, by_tiles=False
     )  # fmt: skip

@@ -40,7 +40,7 @@ def _fetcher(
     inverse_here, _, _, _ = adding
     _, _, _, _, _, _, _, full, _, _, _ = here
     pair, key_block = _place(key_blocks, SECTION)
-    _fetch_keys(here, fetch, pair, key_block, seq, KV_HEADS, _WIDTH)
+    _fetch_keys(here, fetch, pair, key_block, 0, seq, KV_HEADS, _WIDTH)
     steps = _steps(bounds, pair // KV_HEADS, key_block, key_blocks, GROUP, BOUNDED)
     for step in range(steps):
         block, member = _step(steps - 1 - step, key_block, GROUP)
@@ -242,9 +242,9 @@ def _attention_backward_128(
 
 def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None, beside: bool,
-    measured: bool,
+    measured: bool, summed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what `hopper_backward.attend_backward` does, for [batch, seq, heads, 128]."""
     return run_backward(
-        _attention_backward_128, d_out, q, k, v, out, lse, scale, last, beside, measured, lse_factor=-1 / scale, by_tiles=True
+        _attention_backward_128, d_out, q, k, v, out, lse, scale, last, beside, measured, summed, -1 / scale, by_tiles=True
     )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,9 +30,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import bound, described
 from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, section
+from argosy.model.ops.kernels.row_sums_kernel import sum_rows
 from argosy.model.ops.largest import note
+from argosy.model.ops.token_sums import note_sums
 
-_LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 # Columns of a tile that is added.
 _COLUMNS = gl.constexpr(64)
@@ -82,14 +84,14 @@ def _raise(largest, value):
 
 @triton.jit
 def _attention_before(
-    out, d_out, k, v, lse, logs, inverse, largest, sums, lse_factor, seq, heads, out_batch, out_token, out_head, d_out_batch,
+    out, d_out, k, v, lse, logs, inverse, largest, sums, value_sums, lse_factor, seq, heads, out_batch, out_token, out_head, d_out_batch,
     d_out_token, d_out_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Prepare R queries of a head: write lse times a factor, minus delta (the sum of out x d_out) and 1 / the norm of d_out, and zero the
-    sums of dQ.
+    """Prepare R queries of a head: write lse times a factor and minus delta (the sum of out x d_out), and the sum of d_out, if it is wanted.
 
-    For R keys of a KV head, the program of its first query head raises the largest magnitude in K and the largest norm of V.
+    If dQ is added to sums, also write 1 / the norm of d_out and zero the sums. For R keys of a KV head, the program of its first query head
+    raises the largest magnitude in K and the largest norm of V.
     """
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
@@ -103,25 +105,30 @@ def _attention_before(
     here = tl.arange(0, R)
     tl.store(logs + first * 2 + here, tl.load(lse + first + here) * lse_factor)
     tl.store(logs + first * 2 + R + here, -tl.sum(o * d, 1))
-    square = tl.sum(d * d, 1)
-    norm = tl.where(square > LEAST * LEAST, tl.sqrt(square), tl.where(square == square, LEAST, square))
-    tl.store(inverse + first + here, 1 / norm)
-    tl.store(sums + first * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.int32))
-    if head % GROUP == 0:
-        kv = head // GROUP
-        keys = tl.load(k + batch * k_batch + kv * k_head + token * k_token + column).to(tl.float32)
-        values = tl.load(v + batch * v_batch + kv * v_head + token * v_token + column).to(tl.float32)
-        _raise(largest + 2 * (row // GROUP), tl.abs(keys))
-        _raise(largest + 2 * (row // GROUP) + 1, tl.sqrt(tl.sum(values * values, 1)))
+    if value_sums is not None:
+        place = (batch * (seq // R) + block) * heads + head
+        tl.store(value_sums + place * WIDTH + tl.arange(0, WIDTH), tl.sum(d, 0))
+    if sums is not None:
+        square = tl.sum(d * d, 1)
+        norm = tl.where(square > LEAST * LEAST, tl.sqrt(square), tl.where(square == square, LEAST, square))
+        tl.store(inverse + first + here, 1 / norm)
+        tl.store(sums + first * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.int32))
+        if head % GROUP == 0:
+            kv = head // GROUP
+            keys = tl.load(k + batch * k_batch + kv * k_head + token * k_token + column).to(tl.float32)
+            values = tl.load(v + batch * v_batch + kv * v_head + token * v_token + column).to(tl.float32)
+            _raise(largest + 2 * (row // GROUP), tl.abs(keys))
+            _raise(largest + 2 * (row // GROUP) + 1, tl.sqrt(tl.sum(values * values, 1)))
 
 
 @triton.jit
 def _attention_after(
-    sums, inverse, largest, d_q, found, seq, heads, token_stride, head_stride, plain_scale,
+    sums, inverse, largest, d_q, found, query_sums, seq, heads, token_stride, head_stride, plain_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, UNITS: tl.constexpr, LEAST: tl.constexpr, TWICE: tl.constexpr,
     FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of R queries of a head from its sums, and raise one of the FOUND maxima of all gradients, if these are wanted.
+    """Write dQ of R queries of a head from its sums. Raise one of the FOUND maxima of all gradients, and write the sum of dQ, if these are
+    wanted.
 
     The sums of heads of 128 are stored by rows; those of heads of 64 by 16 rows, 8 columns, half of the 16 rows, column of a pair, row of 8,
     pair of columns.
@@ -137,15 +144,23 @@ def _attention_after(
     x = tl.load(sums + (row * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH))
     if WIDTH == 64:
         x = tl.permute(tl.reshape(x, [R // 16, WIDTH // 8, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
-    x = (tl.reshape(x, [R, WIDTH]).to(tl.float32) * unit[:, None]).to(d_q.dtype.element_ty)
+    x = tl.reshape(x, [R, WIDTH]).to(tl.float32) * unit[:, None]
+    if query_sums is not None:
+        place = (batch * (seq // R) + block) * heads + head
+        # In two steps: Triton 3.6 sums this layout wrongly in one.
+        by_eight = tl.sum(tl.reshape(x, [R // 8, 8, WIDTH]), 0)
+        tl.store(query_sums + place * WIDTH + tl.arange(0, WIDTH), tl.sum(by_eight, 0))
+    x = x.to(d_q.dtype.element_ty)
     tl.store(d_q + token[:, None] + tl.arange(0, WIDTH)[None, :], x)
     if found is not None:
         _raise(found + tl.program_id(0) % FOUND, tl.abs(x.to(tl.float32)))
 
 
-def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return uninitialised gradients of q, k and v [batch, seq, heads, head_dim]. If these are parts of one tensor, so are the gradients:
-    they are then the gradient of that tensor, and nothing has to join them."""
+def room_beside(q: Tensor, k: Tensor, v: Tensor, beside: bool) -> Sequence[Tensor]:
+    """Return uninitialised gradients of q, k and v [batch, seq, heads, head_dim], contiguous or beside each other.
+
+    If q, k and v are parts of one tensor, so are gradients beside each other: they are the gradient of that tensor, and nothing has to join
+    them."""
     tensors, (batch, seq), token = (q, k, v), q.shape[:2], q.stride(1)
     together = all(
         t.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and t.stride()[:2] == (seq * token, token)
@@ -153,57 +168,105 @@ def room_beside(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
     )
     # The kernels write dK and dV with the same strides.
     apart = len({t.storage_offset() for t in tensors}) == 3 and k.stride() == v.stride()
-    if not together or not apart or sum(t.numel() for t in tensors) != batch * seq * token:
+    if not beside or not together or not apart or sum(t.numel() for t in tensors) != batch * seq * token:
         return [q.new_empty(t.shape) for t in tensors]
     whole = q.new_empty(batch * seq * token)
     first = min(t.storage_offset() for t in tensors)
     return [whole.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in tensors]
 
 
+class TokenSums(NamedTuple):
+    """Sums of dQ and of dO over the tokens of a sample, or of parts of it. None of them if they are not wanted."""
+
+    queries: Tensor | None  # [parts, heads x head_dim]
+    values: Tensor | None  # [parts, heads x head_dim]
+
+    @staticmethod
+    def of(q: Tensor, parts: int, wanted: bool) -> TokenSums:
+        batch, seq, heads, width = q.shape
+        if not wanted:
+            return TokenSums(None, None)
+        rows = (batch * parts, batch * (seq // _SIDE.value))
+        return TokenSums(*(q.new_empty((n, heads * width), dtype=torch.float32) for n in rows))
+
+    def all(self, head_dim: int) -> Tensor | None:
+        """Return the sums over all tokens of dQ, dK and dV, a query head's next to each other: [heads x 3 x head_dim].
+
+        For every query the shares of the keys sum to 1: so the sum of dV is that of dO, and the sum of dK is zero.
+        """
+        if self.queries is None or self.values is None:
+            return None
+        d_q, d_v = (sum_rows(parts, torch.float32).view(-1, head_dim) for parts in (self.queries, self.values))
+        return torch.stack((d_q, torch.zeros_like(d_q), d_v), 1).flatten()
+
+
+def prepare(
+    out: Tensor, d_out: Tensor, lse: Tensor, lse_factor: float, values: Tensor | None, adding: Sequence[Tensor | None] = (None,) * 5
+) -> Tensor:  # fmt: skip
+    """Return lse times a factor and minus delta for each block of queries of a head.
+
+    Args:
+        values: gets the sums of dO that `TokenSums` has.
+        adding: k, v, and what else dQ is added with: 1 / the norms of dO, the largest magnitudes in K and norms of V, and the sums.
+    """
+    batch, seq, heads, width = out.shape
+    k, v, inverse, largest, sums = adding
+    logs = torch.empty((batch * heads * seq // _SIDE.value, 2 * _SIDE.value), dtype=torch.float32, device=out.device)
+    strides = [stride for x in (out, d_out, k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+    _attention_before[(len(logs),)](
+        out, d_out, k, v, lse, logs, inverse, largest, sums, values, lse_factor, seq, heads, *strides,
+        1 if k is None else heads // k.shape[2], width, _SIDE.value, _LEAST.value, num_warps=4,
+    )  # fmt: skip
+    return logs
+
+
 def run_backward(
     kernel: Any, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, last: Tensor | None,
-    beside: bool, measured: bool, lse_factor: float, by_tiles: bool,
+    beside: bool, measured: bool, summed: bool, lse_factor: float, by_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ: contiguous, or if `beside` as `room_beside` has room
-    for them. If `measured`, the largest magnitudes in all three are noted.
+    """Return the gradients of q, k and v by a backward kernel that adds to sums of dQ. The other arguments are those of
+    `hopper_backward.attend_backward`.
 
     The kernel reads lse multiplied by a factor. If `by_tiles`, it has TMA descriptors of the sums and of the inverse norms of dO.
     """
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     group, key_blocks = heads // kv_heads, seq // (side * _WORKERS.value)
-    d_q, d_k, d_v = room_beside(q, k, v) if beside else [q.new_empty(t.shape) for t in (q, k, v)]
+    gradients = d_q, d_k, d_v = room_beside(q, k, v, beside)
     sums = torch.empty((batch * heads * seq, width), dtype=torch.int32, device=q.device)
-    logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
     inverse = torch.empty((batch * heads * seq // side, side), dtype=torch.float32, device=q.device)
     maxima = torch.zeros(batch * kv_heads * 2 + _FOUND.value, dtype=torch.int32, device=q.device)
     largest, found = maxima[: -_FOUND.value], maxima[-_FOUND.value :] if measured else None
-    tiles = (batch * heads * (seq // side),)
-    strides = [stride for x in (out, d_out, k, v) for stride in x.stride()[:3]]
-    _attention_before[tiles](
-        out, d_out, k, v, lse, logs, inverse, largest, sums, lse_factor, seq, heads, *strides, group, width, side, _LEAST.value, num_warps=4
-    )  # fmt: skip
+    token_sums = TokenSums.of(q, seq // side, summed)
+    logs = prepare(out, d_out, lse, lse_factor, token_sums.values, (k, v, inverse, largest, sums))
     largest = largest.view(torch.float32)
     targets = sums, inverse
     if by_tiles:
-        targets = _tiled(sums, side, _COLUMNS.value, _TILE), _tiled(inverse, 1, side, _LOGS)
+        targets = tiled(sums, side, _COLUMNS.value, _TILE), tiled(inverse, 1, side, LOGS)
     kernel[(batch * kv_heads * key_blocks,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
-        _tiled(logs, 1, 2 * side, _LOGS), d_k, d_v, *targets, largest, found, *bound(last),
+        tiled(logs, 1, 2 * side, LOGS), d_k, d_v, *targets, largest, found, *bound(last),
         key_blocks, seq, q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), *d_k.stride()[1:3],
         scale / math.log(2), scale, kv_heads, group, section(batch * kv_heads, key_blocks), last is not None, num_warps=4,
     )  # fmt: skip
-    _attention_after[tiles](
-        sums, inverse, largest, d_q, found, seq, heads, *d_q.stride()[1:3], scale, group, width, side, _UNITS.value, _LEAST.value,
-        _TWICE.value, _FOUND.value, num_warps=4,
+    _attention_after[(len(logs),)](
+        sums, inverse, largest, d_q, found, token_sums.queries, seq, heads, *d_q.stride()[1:3], scale, group, width, side,
+        _UNITS.value, _LEAST.value, _TWICE.value, _FOUND.value, num_warps=4,
     )  # fmt: skip
-    if found is not None:
-        found = found.view(torch.float32)
-    for gradient in (d_q, d_k, d_v):
-        note(gradient, found)
+    return noted_together(gradients, found, token_sums)
+
+
+def noted_together(gradients: Sequence[Tensor], found: Tensor | None, sums: TokenSums) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v with what kernels found of them: the largest magnitudes in all three, and their sums over
+    tokens."""
+    d_q, d_k, d_v = gradients
+    largest = None if found is None else found.view(torch.float32)
+    for gradient in gradients:
+        note(gradient, largest)
+    note_sums(d_q, sums.all(d_q.shape[-1]))
     return d_q, d_k, d_v
 
 
-def _tiled(x: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+def tiled(x: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     """Return a TMA descriptor of a contiguous matrix."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

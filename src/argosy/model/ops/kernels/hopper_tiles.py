@@ -29,13 +29,19 @@ def _place(key_blocks, SECTION: gl.constexpr):
 
 
 @gluon.jit
-def _steps(bounds, sample, key_block, key_blocks, GROUP: gl.constexpr, BOUNDED: gl.constexpr):
-    """Return how many steps a program has: blocks of queries that see its keys, of each head of the group."""
+def _end(bounds, sample, key_block, key_blocks, BOUNDED: gl.constexpr):
+    """Return the number of the block of queries after the last that sees a block of keys."""
     end = key_blocks * _WORKERS
     if BOUNDED:
         last, last_batch = bounds
         end = gl.load(last + sample * last_batch + (key_block * _WORKERS + _WORKERS) * _SIDE - 1) // _SIDE + 1
-    return (end - key_block * _WORKERS) * GROUP
+    return end
+
+
+@gluon.jit
+def _steps(bounds, sample, key_block, key_blocks, GROUP: gl.constexpr, BOUNDED: gl.constexpr):
+    """Return how many steps a program has: blocks of queries that see its keys, of each head of the group."""
+    return (_end(bounds, sample, key_block, key_blocks, BOUNDED) - key_block * _WORKERS) * GROUP
 
 
 @gluon.jit
@@ -45,6 +51,20 @@ def _step(step, key_block, GROUP: gl.constexpr):
     Programs that are at the same block have different heads of it, so that few add to the same sums at a time.
     """
     return key_block * _WORKERS + step // GROUP, (step + key_block) % GROUP
+
+
+@gluon.jit
+def _magnitudes(x):
+    """Return magnitudes, of which a NaN's is infinite: a maximum would ignore it."""
+    size = gl.abs(x.to(gl.float32))
+    return gl.where(size == size, size, float("inf"))
+
+
+@gluon.jit
+def _raise_found(found, place, magnitudes):
+    """Raise one of the maxima of all gradients. Non-negative floats compare as integers do."""
+    most = gl.max(gl.max(magnitudes, 1), 0)
+    gl.atomic_max(found + place % _FOUND, most.to(gl.int32, bitcast=True), sem="relaxed")
 
 
 @gluon.jit
@@ -64,12 +84,9 @@ def _store_gradients(
     gl.store(d_k_out + first + (row * token_stride + column), d_k)
     gl.store(d_v_out + first + (row * token_stride + column), d_v)
     if found is not None:
-        # A maximum would ignore a NaN. Non-negative floats compare as integers do.
-        of_k = gl.abs(d_k.to(gl.float32))
-        of_v = gl.abs(d_v.to(gl.float32))
-        size = gl.maximum(gl.where(of_k == of_k, of_k, float("inf")), gl.where(of_v == of_v, of_v, float("inf")))
-        most = gl.max(gl.max(size, 1), 0)
-        gl.atomic_max(found + (key_block + pair) % _FOUND, most.to(gl.int32, bitcast=True), sem="relaxed")
+        of_k = _magnitudes(d_k)
+        of_v = _magnitudes(d_v)
+        _raise_found(found, key_block + pair, gl.maximum(of_k, of_v))
 
 
 def section(pairs: int, key_blocks: int) -> int:
