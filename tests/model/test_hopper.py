@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,11 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 
 @pytest.fixture
 def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels, plain attention with the keys that their bounds hide: what is around them is then tested all the same."""
+    """Without the kernels, plain attention with the keys that their bounds hide: what is around them is then tested all the same.
+
+    With any version of Triton: this is how a new one is tried."""
+    monkeypatch.setattr(hopper, "_TRITON", hopper._TRITON or "3")
+    monkeypatch.setattr(hopper, "_MEASURED_WHOLE", ("3",))
 
     def scores_of(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
         places = torch.arange(q.shape[1])
@@ -269,6 +274,24 @@ def test_programs_have_whole_heads_where_these_fill_the_gpu(
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
     q, k = (torch.empty(batch, seq, n, width, device="meta") for n in (heads, kv_heads))
     assert hopper.has_whole_heads(q, k) is whole
+
+
+@pytest.mark.parametrize(("version", "newest"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)])
+def test_whole_heads_and_sums_are_left_out_where_they_were_not_measured(
+    version: str, newest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, bool]] = []
+    for module in (hopper_backward, hopper_backward_head):
+
+        def attend_backward(*arguments: Any, module: object = module) -> tuple[Tensor, ...]:
+            asked.append((module, arguments[-1]))
+            return arguments[1:4]
+
+        monkeypatch.setattr(module, "attend_backward", attend_backward)
+    monkeypatch.setattr(hopper, "_TRITON", version)
+    q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
+    hopper.backward(q, q, q, q, q, q, Form(True, None, None, summed=True))
+    assert asked == [(hopper_backward_head, True) if newest else (hopper_backward, False)]
 
 
 @pytest.mark.usefixtures("kernels_or_twin")

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
 
 _TRITON: Final = installed("triton")
-_MEASURED = ("3.6.", "3.7.", "3.9.")
+# The versions of Triton that the kernels were measured with, and of these the ones with which programs had whole heads and sums were noted.
+_MEASURED, _MEASURED_WHOLE = ("3.6.", "3.7.", "3.9."), ("3.6.",)
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
 # Sequence lengths must be a multiple of this. It is also the number of keys of a program.
@@ -91,10 +92,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_backward_head
 
-    whole = has_whole_heads(q, k)
+    measured = _TRITON is not None and _TRITON.startswith(_MEASURED_WHOLE)
+    whole = measured and has_whole_heads(q, k)
     copies = 1 if whole else _copies(q, k)
     # The sums are written next to each other for each query head and its own KV head.
-    summed = form.summed and q.shape[2] == k.shape[2]
+    summed = measured and form.summed and q.shape[2] == k.shape[2]
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     if whole:
