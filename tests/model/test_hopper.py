@@ -3,6 +3,7 @@ their arithmetic in plain torch, and the kernels before and after them run in Tr
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from argosy.model.ops.kernels import (
     hopper_tiles,
 )
 from argosy.model.ops.largest import noted, want
-from argosy.model.ops.token_sums import note_sums, noted_sums
+from argosy.model.ops.token_sums import noted_sums
 from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 
@@ -39,8 +40,9 @@ SHAPES = [(1, 128, 1, 1), (3, 384, 6, 2)]
 # What kernels may have trouble with; then where programs have many tiles.
 SHAPES += [(1, 128, 2, 1), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)] if HOPPER else []
 SHAPES += [(4, 2048, 32, 8), (32, 1024, 20, 20), (2, 512, 64, 64), (11, 384, 24, 4)] if HOPPER else []
-# Whole heads are programs': of one block of keys and of several, with one query head and with several.
-SHAPES += [(1, 128, 131, 131), (33, 256, 16, 4), (13, 384, 40, 20)] if HOPPER else []
+# Heads for whole programs: of one block of keys and of several, with one query head and with several, fewer and more than processors.
+WHOLE = [(1, 128, 131, 131), (33, 256, 16, 4), (13, 384, 40, 20), (2, 1024, 5, 5)]
+SHAPES += WHOLE if HOPPER else []
 
 
 def documents(batch: int, seq: int, share: float) -> Tensor:
@@ -90,13 +92,12 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         d_s = p * (torch.einsum("bqhd,bkhd->bhqk", d_out, v) - delta) * scale
         d_k, d_v = torch.einsum("bhqk,bqhd->bkhd", d_s, q), torch.einsum("bhqk,bqhd->bkhd", p, d_out)
         d_k, d_v = (t.unflatten(2, (-1, group)).sum(3) for t in (d_k, d_v))
-        d_q, d_k, d_v = (
+        for room, values in zip(gradients, (torch.einsum("bhqk,bkhd->bqhd", d_s, k), d_k, d_v), strict=True):
             room.copy_(values)
-            for room, values in zip(gradients, (torch.einsum("bhqk,bkhd->bqhd", d_s, k), d_k, d_v), strict=True)
-        )
-        if summed:
-            note_sums(d_q, torch.stack([d.sum((0, 1)) for d in (d_q, d_k, d_v)], 1).flatten())
-        return d_q, d_k, d_v
+        found = torch.stack([d.abs().max() for d in gradients]).view(torch.int32) if measured else None
+        by_blocks = d_out.unflatten(1, (-1, 64)).sum(2).flatten(0, 1).flatten(1)
+        sums = hopper_sums.TokenSums(gradients[0].sum(1).flatten(1), by_blocks)
+        return hopper_sums.noted_together(gradients, found, sums if summed else hopper_sums.TokenSums(None, None))
 
     if not HOPPER:
         monkeypatch.setattr(hopper_forward, "attend", attend)
@@ -115,8 +116,17 @@ def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("batch", "seq", "heads", "kv_heads"), SHAPES)
 def test_results_and_gradients_are_those_of_the_explicit_bias(
-    batch: int, seq: int, heads: int, kv_heads: int, mask: str, scale: float | None, width: int
+    batch: int,
+    seq: int,
+    heads: int,
+    kv_heads: int,
+    mask: str,
+    scale: float | None,
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if (batch, seq, heads, kv_heads) in WHOLE:
+        monkeypatch.setattr(hopper, "has_whole_heads", lambda *_: width == 64)
     torch.manual_seed(1)
     together = torch.randn(batch, seq, kv_heads, heads // kv_heads + 2, width, device=DEVICE, dtype=DTYPE)
     q, k, v = together.split((heads // kv_heads, 1, 1), dim=3)
@@ -157,11 +167,18 @@ def test_results_and_gradients_repeat_where_bits_must(
 @pytest.mark.usefixtures("kernels_or_twin")
 @pytest.mark.parametrize("mask", ["plain", "documents"])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("heads", [3, *([66] if HOPPER else [])])  # of 66, each is a program's
-def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, mask: str, heads: int) -> None:
+@pytest.mark.parametrize("largest", [0, 1, 2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(
+    width: int, mask: str, largest: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "has_whole_heads", lambda *_: whole and width == 64)
     torch.manual_seed(3)
-    batch, seq = 2, 256
-    parts = torch.randn(batch, seq, heads, 3, width, device=DEVICE, dtype=DTYPE).unbind(3)
+    batch, seq, heads = 2, 256, 3
+    together = torch.randn(batch, seq, heads, 3, width, device=DEVICE, dtype=DTYPE)
+    # Large keys make the gradients of queries large, and the other way round.
+    together[:, :, :, :2] *= torch.tensor([[1, 6], [6, 1], [1, 1]][largest], device=DEVICE, dtype=DTYPE)[:, None]
+    parts = together.unbind(3)
     d_out = torch.randn(batch, seq, heads, width, device=DEVICE, dtype=DTYPE)
     form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, seq), seq)._replace(device=DEVICE)), measured=True)
     found = []
@@ -173,10 +190,13 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(width: int, ma
         assert torch.equal(apart, theirs)
     assert [d.stride() for d in found[0]] == [part.stride() for part in parts]
     assert all(d.is_contiguous() for d in (*found[1], *found[2]))
-    if HOPPER:
-        for gradients in found:
-            largest = {id(noted(d)): noted(d) for d in gradients}
-            assert [float(one.max()) for one in largest.values()] == [max(float(d.abs().max()) for d in gradients)]  # type: ignore[union-attr]
+    for gradients in found:
+        sizes = [float(d.abs().max()) for d in gradients]
+        assert max(sizes) == sizes[largest]
+        one = noted(gradients[0])
+        assert one is not None
+        assert all(noted(d) is one for d in gradients)
+        assert float(one.max()) == max(sizes)
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
@@ -199,12 +219,17 @@ def test_the_largest_gradients_are_noted_where_they_are_wanted(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
-@pytest.mark.parametrize("mask", ["plain", "documents"])
+@pytest.mark.parametrize("mask", ["plain", "documents", "window"])
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize(("batch", "heads"), [(2, 3), *([(2, 66), (44, 3)] if HOPPER else [])])
-def test_sums_over_tokens_are_those_of_the_gradients(batch: int, heads: int, width: int, mask: str) -> None:
+@pytest.mark.parametrize(("batch", "heads"), [(2, 3), *([(2, 66), (100, 3)] if HOPPER else [])])
+@pytest.mark.parametrize("whole", [False, True])
+def test_sums_over_tokens_are_those_of_the_gradients(
+    batch: int, heads: int, width: int, mask: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "has_whole_heads", lambda *_: whole and width == 64)
     torch.manual_seed(4)
-    q, k, v, d_out = torch.randn(4, batch, 256, heads, width, device=DEVICE, dtype=DTYPE)
+    q, k, v = torch.randn(batch, 256, heads, 3, width, device=DEVICE, dtype=DTYPE).unbind(3)
+    d_out = torch.randn(batch, 256, heads, width, device=DEVICE, dtype=DTYPE)
     form = Form(True, None, None, bounds_of(case(MASKS[mask](batch, 256), 256)._replace(device=DEVICE)))
     out, lse = hopper.forward(q, k, v, form)
     assert noted_sums(hopper.backward(d_out, q, k, v, out, lse, form)[0]) is None
@@ -217,6 +242,9 @@ def test_sums_over_tokens_are_those_of_the_gradients(batch: int, heads: int, wid
     )
     # Both are rounded: relative to the root of the squares, as errors of any sign add up.
     assert float(((sums - expected) / size.sqrt()).abs().max()) < (3e-2 if HOPPER else 1e-4)
+    # The sums are in the order of the slots.
+    for other in ((q, v, k), (q, k, v.contiguous()), (q, k[:, :, :1], v[:, :, :1])):
+        assert noted_sums(hopper.backward(d_out, *other, out, lse, form._replace(summed=True))[0]) is None
     gradients[0].add_(1)
     assert noted_sums(gradients[0]) is None
 
@@ -255,30 +283,75 @@ def test_attention_sums_the_gradient_of_the_bias_of_its_inputs(
 
 
 @pytest.mark.parametrize(
-    ("batch", "seq", "heads", "kv_heads", "width", "whole"),
+    ("batch", "seq", "heads", "kv_heads", "width", "plain", "bounded"),
     [
-        (32, 1024, 20, 20, 64, True),
-        (64, 1024, 12, 12, 64, True),
-        (16, 1024, 16, 4, 64, False),  # too many queries of a KV head
-        (66, 256, 8, 2, 64, True),
-        (16, 2048, 16, 16, 64, False),
-        (32, 1024, 20, 20, 128, False),
-        (8, 1024, 20, 20, 64, False),  # 160 heads: the second wave would leave most processors idle
-        (1, 1024, 132, 132, 64, True),
-        (1, 1024, 8, 8, 64, False),
+        (32, 1024, 20, 20, 64, True, True),
+        (64, 1024, 12, 12, 64, True, True),
+        (66, 256, 8, 2, 64, True, False),  # one head a processor: none has another while it waits for a long one
+        (16, 1024, 16, 4, 64, False, False),  # too many queries of a KV head
+        (16, 2048, 16, 16, 64, False, False),
+        (32, 1024, 20, 20, 128, False, False),
+        (
+            8,
+            1024,
+            20,
+            20,
+            64,
+            False,
+            False,
+        ),  # 160 heads: most processors would have one and wait for those that have two
+        (1, 1024, 8, 8, 64, False, False),
     ],
 )
 def test_programs_have_whole_heads_where_these_fill_the_gpu(
-    batch: int, seq: int, heads: int, kv_heads: int, width: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+    batch: int,
+    seq: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    plain: bool,
+    bounded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
     q, k = (torch.empty(batch, seq, n, width, device="meta") for n in (heads, kv_heads))
-    assert hopper.has_whole_heads(q, k) is whole
+    assert [hopper.has_whole_heads(q, k, known) for known in (False, True)] == [plain, bounded]
 
 
-@pytest.mark.parametrize(("version", "newest"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_program_begins_adds_and_ends_the_sum_of_each_query_once(mask: str, group: int) -> None:
+    seq, sides = 1152, (hopper_tiles._SIDE.value, hopper_tiles._WORKERS.value)
+    bounds = bounds_of(case(MASKS[mask](2, seq), seq)._replace(device=DEVICE))
+    lasts = torch.full((2, seq), seq - 1) if bounds is None else bounds.last.expand(2, -1).cpu()
+    key_blocks = seq // (sides[0] * sides[1])
+    for last in lasts.tolist():
+        # The number of the block of queries after the last that sees a block of keys.
+        ends = [last[(block + 1) * sides[0] * sides[1] - 1] // sides[0] + 1 for block in range(key_blocks)]
+        added: dict[tuple[int, int], list[int]] = {}
+        complete: set[tuple[int, int]] = set()
+        for turn in range(key_blocks):
+            key_block, up = hopper_backward_head._key_block.fn(turn, key_blocks)
+            first = key_block * sides[1]
+            for step in range((ends[key_block] - first) * group):
+                place = hopper_backward_head._visit.fn(step, first, ends[key_block], up, group)
+                begins, over = hopper_backward_head._turns_of_sum.fn(
+                    place[0], first, ends[key_block - 1] if key_block else first
+                )
+                assert begins == (place not in added)
+                assert place not in complete
+                added.setdefault(place, []).append(key_block)
+                if over:
+                    complete.add(place)
+        for block, member in itertools.product(range(seq // sides[0]), range(group)):
+            seen = {key_block for key_block in range(key_blocks) if key_block * sides[1] <= block < ends[key_block]}
+            assert added[block, member] == sorted(seen, reverse=True)
+            assert (block, member) in complete
+
+
+@pytest.mark.parametrize(("version", "measured"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)])
 def test_whole_heads_and_sums_are_left_out_where_they_were_not_measured(
-    version: str, newest: bool, monkeypatch: pytest.MonkeyPatch
+    version: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[object, bool]] = []
     for module in (hopper_backward, hopper_backward_head):
@@ -289,9 +362,9 @@ def test_whole_heads_and_sums_are_left_out_where_they_were_not_measured(
 
         monkeypatch.setattr(module, "attend_backward", attend_backward)
     monkeypatch.setattr(hopper, "_TRITON", version)
-    q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
-    hopper.backward(q, q, q, q, q, q, Form(True, None, None, summed=True))
-    assert asked == [(hopper_backward_head, True) if newest else (hopper_backward, False)]
+    q, k, v = torch.zeros(1, 128, 4, 3, 64, dtype=torch.bfloat16).unbind(3)
+    hopper.backward(q, q, k, v, q, q, Form(True, None, None, summed=True))
+    assert asked == [(hopper_backward_head, True) if measured else (hopper_backward, False)]
 
 
 @pytest.mark.usefixtures("kernels_or_twin")

@@ -24,7 +24,7 @@ from argosy.model.objective import Objective  # noqa: E402
 from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, largest, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.ops.kernels import heads_kernel, hopper_sums, norm_kernel, row_sums_kernel  # noqa: E402
-from argosy.model.ops.token_sums import wants_sums  # noqa: E402
+from argosy.model.ops.token_sums import noted_sums, wants_sums  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
 # Interpreted, a kernel treats both 16-bit types alike.
@@ -125,12 +125,24 @@ def test_a_frozen_bias_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (torch.randn(2, 8, 48, device=DEVICE, requires_grad=True) for _ in range(2))
     with kernels(True):
         total = norm.add(x, y, frozen)
-        assert not wants_sums(total)
+        assert not wants_sums(total, 48)
         parts = heads.project_heads(Given(torch.eye(48, device=DEVICE), frozen), total, None, group=1, head_dim=16)
         torch.stack([part * (n + 1) for n, part in enumerate(parts)]).sum().backward()
     # Each column of the projection is in one part.
     assert x.grad is not None
     assert torch.equal(x.grad, torch.arange(1.0, 4, device=DEVICE).repeat_interleave(16).expand(2, 8, 48))
+
+
+def test_a_norm_of_queries_does_not_sum_what_the_projection_wants_of_attention() -> None:
+    x, weight, bias = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((2, 8, 24), (96, 24), (96,)))
+    found: list[Tensor | None] = []
+    with kernels(True):
+        q, k, v = heads.project_heads(Given(weight, bias), x, None, group=1, head_dim=16)
+        assert wants_sums(q, 96)
+        q.register_hook(lambda gradient: found.append(noted_sums(gradient)))
+        _, normed = norm.split_norm(q, torch.ones(16, device=DEVICE), None, eps=1e-5, rms=True)
+        (normed.square() + k + v).sum().backward()
+    assert found == [None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -260,7 +272,7 @@ def test_maxima_that_attention_has_found_are_not_searched_again(monkeypatch: pyt
 def test_gradients_of_other_layouts_are_not_taken_for_a_joined_one() -> None:
     whole = torch.randn(2, 5, 2, 3, 16, device=DEVICE)
     q, k, v = (t.transpose(1, 2) for t in whole.unbind(3))
-    assert heads_kernel._whole([q, k, v]) is not None
+    assert heads_kernel.whole_of([q, k, v]) is not None
     for others in (
         [k, q, v],
         [q, v, k],
@@ -269,7 +281,7 @@ def test_gradients_of_other_layouts_are_not_taken_for_a_joined_one() -> None:
         [q[:, :1], k[:, :1], v[:, :1]],
         [q[:1], k[:1], v[:1].flip(2)],
     ):
-        assert heads_kernel._whole(others) is None
+        assert heads_kernel.whole_of(others) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

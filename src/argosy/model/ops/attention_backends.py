@@ -37,7 +37,8 @@ class Form(NamedTuple):
     # Of kernels that compute only what is within them; others take a window.
     bounds: Bounds | None = None
     # What a backward pass that is not compiled may ask for, of kernels that can: gradients that are parts of one tensor where q, k and v
-    # are, their largest magnitudes noted (`argosy.model.ops.largest`), and their sums over tokens (`argosy.model.ops.token_sums`).
+    # are, their largest magnitudes noted (`argosy.model.ops.largest`), and their sums over tokens, head by head those of queries, keys and
+    # values (`argosy.model.ops.token_sums`).
     beside: bool = False
     measured: bool = False
     summed: bool = False
@@ -79,7 +80,7 @@ class _Attend(torch.autograd.Function):
         out, lse = _forward(kernels, *(t.transpose(1, 2) for t in (q, k, v)), *form[:3], first, last)
         ctx.save_for_backward(q, k, v, out, lse, first, last)
         ctx.how = (kernels, *form[:3])
-        ctx.wanted = () if torch.compiler.is_compiling() else (is_wanted(q), wants_sums(q))
+        ctx.wanted = () if torch.compiler.is_compiling() else (is_wanted(q), wants_sums(q, 3 * q.shape[1] * q.shape[3]))
         return out
 
     @staticmethod
@@ -93,7 +94,7 @@ class _Attend(torch.autograd.Function):
         form = Form(causal, window, scale, _bounds(first, last), True, *ctx.wanted)
         found = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
         d_q, d_k, d_v = (transposed(gradient) for gradient in found)
-        note_sums(d_q, noted_sums(found[0]))
+        note_sums(d_q, noted_sums(found[0]))  # of all three
         return None, None, d_q, d_k, d_v, None, None
 
 

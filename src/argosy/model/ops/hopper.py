@@ -23,11 +23,12 @@ _TRITON: Final = installed("triton")
 _MEASURED, _MEASURED_WHOLE = ("3.6.", "3.7.", "3.9."), ("3.6.",)
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
-# Sequence lengths must be a multiple of this. It is also the number of keys of a program.
+# Sequence lengths must be a multiple of this. It is also the number of keys of a tile in the backward pass.
 _TOKENS = 128
-# Queries whose sums of dQ stay in the L2 cache, in each program, and the least fraction of processors that are busy.
-_CACHED_QUERIES, _BUSY = 1024, 0.85
-# Programs for each processor. Those of the first keys see all queries, those of the last keys none before them.
+# Where programs have whole heads: the most queries of a program whose sums of dQ stay in the L2 cache, the least fraction of processors that
+# are busy, and the fewest heads of a processor where documents or windows make some heads longer than others.
+_CACHED_QUERIES, _BUSY, _UNEVEN_HEADS = 1024, 0.85, 2
+# Programs for each processor where they have tiles. Those of the first keys see all queries, those of the last keys none before them.
 _PROGRAMS = 1.5
 
 
@@ -91,12 +92,13 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
     from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_backward_head
+    from argosy.model.ops.kernels.heads_kernel import whole_of
 
-    measured = _TRITON is not None and _TRITON.startswith(_MEASURED_WHOLE)
-    whole = measured and has_whole_heads(q, k)
+    newest = _TRITON is not None and _TRITON.startswith(_MEASURED_WHOLE)
+    whole = newest and has_whole_heads(q, k, form.bounds is not None)
     copies = 1 if whole else _copies(q, k)
-    # The sums are written next to each other for each query head and its own KV head.
-    summed = measured and form.summed and q.shape[2] == k.shape[2]
+    # The kernels write the sums in the order of these slots.
+    summed = newest and form.summed and whole_of([t.transpose(1, 2) for t in (q, k, v)]) is not None
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     if whole:
@@ -111,13 +113,13 @@ def backward(
     return d_q, d_k, d_v
 
 
-def has_whole_heads(q: Tensor, k: Tensor) -> bool:
+def has_whole_heads(q: Tensor, k: Tensor, bounded: bool) -> bool:
     """Return whether programs of the backward pass that have whole KV heads keep nearly all processors busy, and their sums of dQ in the L2
     cache."""
     batch, seq, kv_heads, width = k.shape
-    there, group = processors(q.device), q.shape[2] // kv_heads
-    waves = batch * kv_heads / there
-    return width == 64 and seq * group <= _CACHED_QUERIES and waves > _BUSY * math.ceil(waves)
+    queries, heads = seq * (q.shape[2] // kv_heads), batch * kv_heads / processors(q.device)
+    busy = heads > _BUSY * math.ceil(heads) and (not bounded or heads >= _UNEVEN_HEADS)
+    return width == 64 and queries <= _CACHED_QUERIES and busy
 
 
 def _copies(q: Tensor, k: Tensor) -> int:

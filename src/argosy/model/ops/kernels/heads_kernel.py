@@ -189,7 +189,7 @@ def join(
     Args:
         summed: the type of its sum over tokens, if that is wanted too.
     """
-    whole = _whole(gradients) if rope is None else None
+    whole = whole_of(gradients) if rope is None else None
     if whole is not None:
         if summed is None:
             return whole, None
@@ -238,17 +238,17 @@ def _sources(
     return (d_q, d_k, d_v, *(rope or (None, None))), (batch * seq, seq, table_rows, kv_heads, *strides)
 
 
-def _whole(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor [batch, seq, 3 x heads x head_dim] that has three gradients in its slots, as attention kernels write them where
-    each query head has a KV head of its own; else None."""
-    q, k, v = gradients
+def whole_of(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensor [batch, seq, 3 x heads x head_dim] that has three tensors in its slots, head by head: what `split` returns where
+    each query head has a KV head of its own, and the gradients of these as attention kernels write them. Else None."""
+    q, k, v = parts
     batch, heads, seq, head_dim = q.shape
     width = 3 * heads * head_dim
     strides = (seq * width, 3 * head_dim, width, 1)
-    places = [g.storage_offset() - q.storage_offset() for g in gradients]
-    if places != [0, head_dim, 2 * head_dim] or any(g.shape != q.shape or g.stride() != strides for g in gradients):
+    places = [t.storage_offset() - q.storage_offset() for t in parts]
+    if places != [0, head_dim, 2 * head_dim] or any(t.shape != q.shape or t.stride() != strides for t in parts):
         return None
-    if any(g.untyped_storage().data_ptr() != q.untyped_storage().data_ptr() for g in (k, v)):
+    if any(t.untyped_storage().data_ptr() != q.untyped_storage().data_ptr() for t in (k, v)):
         return None
     return q.as_strided((batch, seq, width), (seq * width, width, 1))
 
@@ -276,8 +276,8 @@ class SplitHeads(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.form = (rope, group, None if bias is None else bias.dtype)
         q, k, v = split(qkv, rope, group, head_dim)
-        if ctx.needs_input_grad[1] and rope is None and group == 1:
-            want_sums(q)
+        if ctx.needs_input_grad[1] and rope is None:
+            want_sums(q, qkv.shape[-1])
         return q, k, v
 
     @staticmethod

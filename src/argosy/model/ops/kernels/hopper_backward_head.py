@@ -43,18 +43,13 @@ from argosy.model.ops.kernels.hopper_forward import (
     bound,
     described,
 )
+from argosy.model.ops.kernels.hopper_scratch import _ADD, _STORE, _keep_sum, _load_sum, _thread_columns
 from argosy.model.ops.kernels.hopper_sums import LOGS, TokenSums, noted_together, prepare, room_beside, tiled
 from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, _end, _magnitudes, _raise_found
 from argosy.model.ops.matmul import processors
 
 # Slots for blocks of keys and values: the current and the next.
 _KEY_SLOTS = gl.constexpr(2)
-# A thread's own sums, four at a time. What one thread does to one place takes effect in its order.
-_LOAD = gl.constexpr("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
-_LOAD_OPERANDS = gl.constexpr("=f,=f,=f,=f,l,l,l,l")
-_STORE = gl.constexpr("st.relaxed.gpu.global.v4.f32 [$5], {$1, $2, $3, $4}; mov.u32 $0, 0;")
-_ADD = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$5], {$1, $2, $3, $4}; mov.u32 $0, 0;")
-_KEEP_OPERANDS = gl.constexpr("=r,f,f,f,f,l,l,l,l")
 
 
 @gluon.jit
@@ -73,6 +68,19 @@ def _visit(step, first, end, up, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _turns_of_sum(block, first, complete):
+    """Return whether these keys are the first and whether they are the last whose part is added to a block of queries.
+
+    Keys are visited from the last to the first. Of those that a query sees the diagonal's are the last.
+
+    Args:
+        first: the diagonal's first block of queries.
+        complete: the first block of queries that sees no earlier keys.
+    """
+    return block < first + _WORKERS, block >= complete
+
+
+@gluon.jit
 def _fetcher(
     here, kv_free, scheduler, head_counter, fetch, bounds, pairs, key_blocks, seq,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr,
@@ -83,6 +91,7 @@ def _fetcher(
     count = 0
     pair = gl.atomic_add(head_counter, 1, sem="relaxed")
     while pair < pairs:
+        # A tile of the scheduler is a head here.
         _publish_tile(pair, heads, scheduler)
         for turn in range(key_blocks):
             key_block, up = _key_block(turn, key_blocks)
@@ -99,34 +108,6 @@ def _fetcher(
         heads += 1
         pair = gl.atomic_add(head_counter, 1, sem="relaxed")
     _publish_tile(pair, heads, scheduler)
-
-
-@gluon.jit
-def _own_places(target, SUM: gl.constexpr):
-    """Return where threads keep their values of a block, which no other thread reads. Of four values next to each other in a thread the first's
-    place counts."""
-    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-    column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-    inner = ((row // 16) * (_WIDTH // 8) + column // 8) * 128 + ((row % 8) * 4 + (column % 8) // 2) * 4
-    return (target + inner).to(gl.int64)
-
-
-@gluon.jit
-def _load_sum(target, SUM: gl.constexpr):
-    places = _own_places(target, SUM)
-    return gl.inline_asm_elementwise(_LOAD, _LOAD_OPERANDS, [places], dtype=gl.float32, is_pure=False, pack=4)
-
-
-@gluon.jit
-def _keep_sum(values, target, HOW: gl.constexpr, SUM: gl.constexpr):
-    places = _own_places(target, SUM)
-    gl.inline_asm_elementwise(HOW, _KEEP_OPERANDS, [values, places], dtype=gl.int8, is_pure=False, pack=4)
-
-
-@gluon.jit
-def _thread_columns(x):
-    """Return the sums of the two rows that a thread has of each column of a warp's 16 rows."""
-    return gl.sum(x.reshape([_SIDE // 16, 2, 8, _WIDTH]), 1)
 
 
 @gluon.jit
@@ -151,19 +132,17 @@ def _adder(
             key_block, up = _key_block(turn, key_blocks)
             first = key_block * _WORKERS
             end = _end(bounds, pair // KV_HEADS, key_block, key_blocks, BOUNDED)
-            # The first block of queries that sees no earlier keys.
-            last = first
+            complete = first
             if key_block > 0:
-                last = _end(bounds, pair // KV_HEADS, key_block - 1, key_blocks, BOUNDED)
+                complete = _end(bounds, pair // KV_HEADS, key_block - 1, key_blocks, BOUNDED)
             slot = key_count % _KEY_SLOTS
             mbarrier.wait(kv_full.index(slot), (key_count // _KEY_SLOTS) & 1)
             for step in range((end - first) * GROUP):
                 block, member = _visit(step, first, end, up, GROUP)
                 target = sums + (member * blocks + block) * (_SIDE * _WIDTH)
-                # The first two blocks see no later keys.
-                begins = block < first + _WORKERS
+                begins, ends = _turns_of_sum(block, first, complete)
                 d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-                if block >= last and not begins:
+                if ends and not begins:
                     d_q = _load_sum(target, SUM)
                 place = count % _SLOTS
                 mbarrier.wait(ds_full.index(place), (count // _SLOTS) & 1)
@@ -173,7 +152,7 @@ def _adder(
                 d_q = warpgroup_mma_wait(0, deps=[d_q])
                 mbarrier.arrive(ds_free.index(place), count=1)
                 count += 1
-                if block >= last:
+                if ends:
                     if query_sums is not None:
                         total += _thread_columns(d_q)
                     result = (d_q * scale).to(gl.bfloat16)
@@ -220,7 +199,8 @@ def _diagonal(
     here, k, v, d_k, d_v, count, up, key_block, lasts, scale, WORKER: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr
 ):  # fmt: skip
     """Work on the blocks of queries up to that of the worker's keys; return the sums and the number of steps so far."""
-    # The first block sees none of the second worker's keys. With several heads that worker would be too far ahead.
+    # The first block sees none of the second worker's keys. With several heads it multiplies all the same: else it would run ahead of the
+    # first worker, and wait for it later.
     UNSEEN: gl.constexpr = WORKER if GROUP == 1 else 0
     first = key_block * _WORKERS
     before = UNSEEN

@@ -147,7 +147,7 @@ def _attention_after(
     x = tl.reshape(x, [R, WIDTH]).to(tl.float32) * unit[:, None]
     if query_sums is not None:
         place = (batch * (seq // R) + block) * heads + head
-        # In two steps: Triton 3.6 sums this layout wrongly in one.
+        # In two steps: in one, Triton (3.6 and 3.7) takes the lanes that have the rows of a column to be adjacent, which they are not.
         by_eight = tl.sum(tl.reshape(x, [R // 8, 8, WIDTH]), 0)
         tl.store(query_sums + place * WIDTH + tl.arange(0, WIDTH), tl.sum(by_eight, 0))
     x = x.to(d_q.dtype.element_ty)
@@ -166,7 +166,7 @@ def room_beside(q: Tensor, k: Tensor, v: Tensor, beside: bool) -> Sequence[Tenso
         t.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and t.stride()[:2] == (seq * token, token)
         for t in tensors
     )
-    # The kernels write dK and dV with the same strides.
+    # Kernels of tiles write dK and dV with the same strides.
     apart = len({t.storage_offset() for t in tensors}) == 3 and k.stride() == v.stride()
     if not beside or not together or not apart or sum(t.numel() for t in tensors) != batch * seq * token:
         return [q.new_empty(t.shape) for t in tensors]

@@ -1,7 +1,8 @@
 """What the programs of the attention backward kernels work on.
 
-A program has 128 keys of one KV head, and goes through the blocks of 64 queries that see them, of all heads that share the keys. BOUNDED,
-each key has a last query that sees it (a document's or a window's), and no program goes past the last query of its last key.
+A block of keys is 128 keys of one KV head. A program has one such block, or in `hopper_backward_head` all of a head in turn, and goes through
+the blocks of 64 queries that see it, of all heads that share the keys. BOUNDED, each key has a last query that sees it (a document's or a
+window's), and no program goes past the last query of a block's last key.
 """
 
 from __future__ import annotations
