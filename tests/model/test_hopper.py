@@ -65,7 +65,6 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the kernels, plain attention with the keys that their bounds hide: what is around them is then tested all the same.
 
     With any version of Triton: this is how a new one is tried."""
-    monkeypatch.setattr(hopper, "_TRITON", hopper._TRITON or "3")
     monkeypatch.setattr(hopper, "_MEASURED_WHOLE", ("3",))
 
     def scores_of(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
@@ -103,6 +102,20 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(hopper_forward, "attend", attend)
         for module in (hopper_backward, hopper_backward_128, hopper_backward_head):
             monkeypatch.setattr(module, "attend_backward", attend_backward)
+
+
+@pytest.fixture
+def asked_forms(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
+    """Return the forms of backward passes, as they are asked for."""
+    forms: list[Form] = []
+    compute = hopper.backward
+
+    def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        forms.append(arguments[-1])
+        return compute(*arguments)
+
+    monkeypatch.setattr(hopper, "backward", backward)
+    return forms
 
 
 def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.0, head_dim: int = 64) -> Case:
@@ -200,22 +213,14 @@ def test_the_gradients_of_parts_of_one_tensor_are_those_of_copies(
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
-def test_the_largest_gradients_are_noted_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[bool] = []
-    compute = hopper.backward
-
-    def backward(*tensors: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-        measured.append(form.measured)
-        return compute(*tensors, form)  # type: ignore[call-arg]
-
-    monkeypatch.setattr(hopper, "backward", lambda *arguments: backward(*arguments[:-1], form=arguments[-1]))
+def test_the_largest_gradients_are_noted_where_they_are_wanted(asked_forms: list[Form]) -> None:
     leaves = [torch.randn(1, 2, 128, 64, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3)]
     for wanted in (False, True):
         q, k, v = (leaf * 1 for leaf in leaves)
         if wanted:
             want(q)
         attend("hopper", Form(True, None, None), q, k, v).float().square().sum().backward()
-    assert measured == [False, True]
+    assert [form.measured for form in asked_forms] == [False, True]
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
@@ -255,24 +260,16 @@ def test_sums_over_tokens_are_those_of_the_gradients(
     [(1, False, False, True), (3, False, False, False), (1, True, False, False), (1, False, True, False)],
 )
 def test_attention_sums_the_gradient_of_the_bias_of_its_inputs(
-    group: int, frozen: bool, between: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+    group: int, frozen: bool, between: bool, wanted: bool, asked_forms: list[Form], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(5)
-    asked: list[bool] = []
-    compute = hopper.backward
-
-    def backward(*tensors: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-        asked.append(form.summed)
-        return compute(*tensors, form)  # type: ignore[call-arg]
-
-    monkeypatch.setattr(hopper, "backward", lambda *arguments: backward(*arguments[:-1], form=arguments[-1]))
     # The pass over the gradient that is saved.
     monkeypatch.delattr(heads_kernel, "column_sums")
     qkv = torch.randn(2, 128, 2 * (group + 2) * 64, device=DEVICE, dtype=DTYPE, requires_grad=True)
     bias = torch.zeros(qkv.shape[-1], device=DEVICE, requires_grad=not frozen)
     q, k, v = heads_kernel.SplitHeads.apply(qkv, bias, None, group, 64)
     attend("hopper", Form(True, None, None), q * 2 if between else q, k, v).float().square().sum().backward()
-    assert asked == [wanted]
+    assert [form.summed for form in asked_forms] == [wanted]
     assert qkv.grad is not None
     if frozen:
         assert bias.grad is None

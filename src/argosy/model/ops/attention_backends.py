@@ -14,7 +14,7 @@ from torch import Tensor
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.largest import is_wanted, transposed
 from argosy.model.ops.operators import operator
-from argosy.model.ops.token_sums import note_sums, noted_sums, wants_sums
+from argosy.model.ops.token_sums import wants_sums
 
 
 class Bounds(NamedTuple):
@@ -80,7 +80,9 @@ class _Attend(torch.autograd.Function):
         out, lse = _forward(kernels, *(t.transpose(1, 2) for t in (q, k, v)), *form[:3], first, last)
         ctx.save_for_backward(q, k, v, out, lse, first, last)
         ctx.how = (kernels, *form[:3])
-        ctx.wanted = () if torch.compiler.is_compiling() else (is_wanted(q), wants_sums(q, 3 * q.shape[1] * q.shape[3]))
+        eager = not torch.compiler.is_compiling()
+        ctx.measured = eager and is_wanted(q)
+        ctx.summed = eager and wants_sums(q, 3 * q.shape[1] * q.shape[3])
         return out
 
     @staticmethod
@@ -91,11 +93,9 @@ class _Attend(torch.autograd.Function):
         if torch.compiler.is_compiling():
             found = _backward(kernels, d_out, q, k, v, out, lse, causal, window, scale, first, last)
             return None, None, *(t.transpose(1, 2) for t in found), None, None
-        form = Form(causal, window, scale, _bounds(first, last), True, *ctx.wanted)
+        form = Form(causal, window, scale, _bounds(first, last), beside=True, measured=ctx.measured, summed=ctx.summed)
         found = KERNELS[kernels].backward(d_out, q, k, v, out, lse, form)
-        d_q, d_k, d_v = (transposed(gradient) for gradient in found)
-        note_sums(d_q, noted_sums(found[0]))  # of all three
-        return None, None, d_q, d_k, d_v, None, None
+        return None, None, *map(transposed, found), None, None
 
 
 def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

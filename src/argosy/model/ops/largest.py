@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from argosy.model.ops.token_sums import note_sums, noted_sums
+
 # Kernels that find or read maxima do so in at most this many parts.
 SLOTS = 1024
 # An update finds those of a weight in so many parts.
@@ -43,6 +45,7 @@ def transposed(x: Tensor) -> Tensor:
     """Return x with its second and third dimension exchanged, and what is noted of it."""
     view = x.transpose(1, 2)
     note(view, noted(x))
+    note_sums(view, noted_sums(x))
     return view
 
 

@@ -57,6 +57,17 @@ def _lasts(bounds, sample, block, SCORES: gl.constexpr):
 
 
 @gluon.jit
+def _init_steps(full, free, ds_full, ds_free, STAGES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Initialise the barriers of loaded queries, and those of dS, which both workers write and READERS groups of warps read."""
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=_WORKERS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(ds_full.index(slot), count=_WORKERS)
+        mbarrier.init(ds_free.index(slot), count=READERS)
+
+
+@gluon.jit
 def _fetch_keys(here, fetch, pair, key_block, slot, seq, KV_HEADS: gl.constexpr, WIDTH: gl.constexpr):
     """Load a block of keys and values into their slot."""
     k_here, v_here, _, _, _, _, kv_full, _, _, _, _ = here
@@ -225,12 +236,7 @@ def _attention_backward(
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=_WORKERS)
-    for slot in gl.static_range(_SLOTS):
-        mbarrier.init(ds_full.index(slot), count=_WORKERS)
-        mbarrier.init(ds_free.index(slot), count=1)
+    _init_steps(full, free, ds_full, ds_free, _STAGES, _SLOTS, 1)
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)

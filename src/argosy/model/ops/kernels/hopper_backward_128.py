@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetch_keys, _fetch_queries, _lasts
+from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetch_keys, _fetch_queries, _init_steps, _lasts
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
 from argosy.model.ops.kernels.hopper_sums import _COLUMNS, _add_tile, _rounded, _units, run_backward
 from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps, _store_gradients
@@ -220,12 +220,7 @@ def _attention_backward_128(
     for worker in gl.static_range(_WORKERS):
         mbarrier.init(dq_full.index(worker), count=1)
         mbarrier.init(dq_free.index(worker), count=1)
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=_WORKERS)
-    for slot in gl.static_range(_SLOTS):
-        mbarrier.init(ds_full.index(slot), count=_WORKERS)
-        mbarrier.init(ds_free.index(slot), count=_WORKERS)
+    _init_steps(full, free, ds_full, ds_free, _STAGES, _SLOTS, _WORKERS)
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)

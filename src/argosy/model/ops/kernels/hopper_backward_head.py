@@ -32,6 +32,7 @@ from argosy.model.ops.kernels.hopper_backward import (
     LSE_FACTOR,
     _fetch_keys,
     _fetch_queries,
+    _init_steps,
     _lasts,
     _work,
 )
@@ -43,7 +44,7 @@ from argosy.model.ops.kernels.hopper_forward import (
     bound,
     described,
 )
-from argosy.model.ops.kernels.hopper_scratch import _ADD, _STORE, _keep_sum, _load_sum, _thread_columns
+from argosy.model.ops.kernels.hopper_scratch import _ADD, _STORE, _keep_sum, _load_sum
 from argosy.model.ops.kernels.hopper_sums import LOGS, TokenSums, noted_together, prepare, room_beside, tiled
 from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, _end, _magnitudes, _raise_found
 from argosy.model.ops.matmul import processors
@@ -111,13 +112,33 @@ def _fetcher(
 
 
 @gluon.jit
+def _thread_columns(x):
+    """Return the sums of the two rows that a thread has of each column of a warp's 16 rows."""
+    return gl.sum(x.reshape([_SIDE // 16, 2, 8, _WIDTH]), 1)
+
+
+@gluon.jit
+def _write_queries(adding, d_q, pair, member, block, seq, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Begin to write dQ of a block of queries, and raise one of the maxima of all gradients, if these are wanted."""
+    _, _, d_q_out, d_q_here, d_q_head, found, scale = adding
+    d_q = (d_q * scale).to(gl.bfloat16)
+    tma.store_wait(0)
+    d_q_here.store(d_q)
+    fence_async_shared()
+    row = pair // KV_HEADS * seq + block * _SIDE
+    _write(d_q_out, [row, (pair % KV_HEADS * GROUP + member) * d_q_head], d_q_here)
+    if found is not None:
+        _raise_found(found, block + pair, _magnitudes(d_q))
+
+
+@gluon.jit
 def _adder(
-    here, kv_free, scheduler, adding, bounds, pairs, key_blocks, seq, scale,
+    here, kv_free, scheduler, adding, bounds, pairs, key_blocks, seq,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Add dQ to the sums of this program, and write it."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
-    sums, query_sums, d_q_out, d_q_here, d_q_head, found = adding
+    sums, query_sums, _, _, _, _, scale = adding
     k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
     blocks = key_blocks * _WORKERS
     sums += gl.program_id(0).to(gl.int64) * (GROUP * blocks * _SIDE * _WIDTH)
@@ -155,14 +176,7 @@ def _adder(
                 if ends:
                     if query_sums is not None:
                         total += _thread_columns(d_q)
-                    result = (d_q * scale).to(gl.bfloat16)
-                    tma.store_wait(0)
-                    d_q_here.store(result)
-                    fence_async_shared()
-                    row = pair // KV_HEADS * seq + block * _SIDE
-                    _write(d_q_out, [row, (pair % KV_HEADS * GROUP + member) * d_q_head], d_q_here)
-                    if found is not None:
-                        _raise_found(found, block + pair, _magnitudes(result))
+                    _write_queries(adding, d_q, pair, member, block, seq, KV_HEADS, GROUP)
                 elif begins:
                     _keep_sum(d_q, target, _STORE, SUM)
                 else:
@@ -329,23 +343,18 @@ def _attention_backward_head(
     for slot in gl.static_range(_TILE_SLOTS):
         mbarrier.init(tile_full.index(slot), count=1)
         mbarrier.init(tile_free.index(slot), count=_WORKERS + 1)
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=_WORKERS)
-    for slot in gl.static_range(_SLOTS):
-        mbarrier.init(ds_full.index(slot), count=_WORKERS)
-        mbarrier.init(ds_free.index(slot), count=1)
+    _init_steps(full, free, ds_full, ds_free, _STAGES, _SLOTS, 1)
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
     scheduler = (tile_here, tile_full, tile_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, d_k_here, d_k_head, d_v_head, found, plain_scale)
     bounds = (last, last_batch)
-    adding = (sums, query_sums, d_q_out, d_q_here, d_q_head, found)
+    adding = (sums, query_sums, d_q_out, d_q_here, d_q_head, found, plain_scale)
     gl.warp_specialize([
         (_worker, (here, kv_free, scheduler, out, bounds, pairs, key_blocks, seq, scale, 0, KV_HEADS, GROUP, BOUNDED)),
         (_worker, (here, kv_free, scheduler, out, bounds, pairs, key_blocks, seq, scale, 1, KV_HEADS, GROUP, BOUNDED)),
-        (_adder, (here, kv_free, scheduler, adding, bounds, pairs, key_blocks, seq, plain_scale, KV_HEADS, GROUP, BOUNDED)),
+        (_adder, (here, kv_free, scheduler, adding, bounds, pairs, key_blocks, seq, KV_HEADS, GROUP, BOUNDED)),
         (_fetcher, (here, kv_free, scheduler, head_counter, fetch, bounds, pairs, key_blocks, seq, KV_HEADS, GROUP, BOUNDED)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 

@@ -28,17 +28,13 @@ def _own_places(target, SUM: gl.constexpr):
 
 @gluon.jit
 def _load_sum(target, SUM: gl.constexpr):
+    """Return the sums of a block."""
     places = _own_places(target, SUM)
     return gl.inline_asm_elementwise(_LOAD, _LOAD_OPERANDS, [places], dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon.jit
 def _keep_sum(values, target, HOW: gl.constexpr, SUM: gl.constexpr):
+    """Store values as the sums of a block (_STORE), or add them to the sums (_ADD)."""
     places = _own_places(target, SUM)
     gl.inline_asm_elementwise(HOW, _KEEP_OPERANDS, [values, places], dtype=gl.int8, is_pure=False, pack=4)
-
-
-@gluon.jit
-def _thread_columns(x):
-    """Return the sums of the two rows that a thread has of each column of a warp's 16 rows."""
-    return gl.sum(x.reshape([_SIDE // 16, 2, 8, _WIDTH]), 1)
