@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,7 +347,7 @@ def test_a_program_begins_adds_and_ends_the_sum_of_each_query_once(mask: str, gr
             assert (block, member) in complete
 
 
-@pytest.mark.parametrize(("version", "measured"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)])
+@pytest.mark.parametrize(("version", "measured"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", False)])
 def test_whole_heads_and_sums_are_left_out_where_they_were_not_measured(
     version: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +489,71 @@ def test_a_profiler_tells_whose_kernels_ran() -> None:
     assert {kind_of(name) for name in (theirs, torchs, *ours)} == {"attention"}
 
 
+@pytest.mark.parametrize("width", hopper_forward._TEAMS)
+@pytest.mark.parametrize(
+    ("blocks", "group", "kv_heads", "section"), [(2, 1, 1, 1), (6, 1, 6, 3), (4, 4, 6, 2), (10, 7, 2, 2)]
+)
+def test_the_forward_pass_has_a_worker_for_every_block_of_queries(
+    blocks: int, group: int, kv_heads: int, section: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_forward, "gl", SimpleNamespace(minimum=min))
+    workers, batch = hopper_forward._TEAMS[width][0], 2
+    head_tiles = -(-blocks * group // workers)
+    found: list[tuple[int, int, int]] = []
+    for number in range(batch * kv_heads * head_tiles):
+        pair, tile = hopper_forward._split.fn(number, head_tiles, section)
+        parts = [hopper_forward._part.fn(tile, worker, blocks, group, workers) for worker in range(workers)]
+        # The first worker has the most keys, the last the fewest: blocks of keys are loaded for these two.
+        assert parts[0][0] == max(block for block, _ in parts)
+        assert parts[-1][0] == min(block for block, _ in parts)
+        found += [(pair, *part) for worker, part in enumerate(parts) if tile * workers + worker < blocks * group]
+        # All tiles of a section come before the next section.
+        assert pair // section == number // (section * head_tiles)
+    assert sorted(found) == list(itertools.product(range(batch * kv_heads), range(blocks), range(group)))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "seq", "width", "at_once"),
+    [
+        (8, 8192, 128, 8),
+        (4, 32768, 128, 2),
+        (6, 32768, 64, 3),
+        (8, 131072, 128, 1),
+        (20, 1024, 64, 20),
+        (3, 32768, 128, 1),
+    ],
+)
+def test_the_keys_of_heads_that_work_at_a_time_fit_the_cache(kv_heads: int, seq: int, width: int, at_once: int) -> None:
+    assert hopper_forward.heads_at_once(kv_heads, seq, width) == at_once
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("width", [64, 128])
+def test_results_do_not_depend_on_how_many_heads_work_at_a_time(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(2, 384, n, width, device=DEVICE, dtype=DTYPE) for n in (12, 6, 6))
+    results = []
+    for cached, at_once in ((2**25, 6), (2 * 384 * width * 2 * 3, 3), (0, 1)):
+        monkeypatch.setattr(hopper_forward, "_CACHED", cached)
+        assert hopper_forward.heads_at_once(6, 384, width) == at_once
+        results.append(hopper_forward.attend(q, k, v, width**-0.5, None))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_query_that_is_not_a_number_is_not_hidden(mask: str, width: int) -> None:
+    q, k, v = (torch.randn(1, 4, 256, width, device=DEVICE, dtype=DTYPE) for _ in range(3))
+    q[0, 1, 77, 5] = torch.nan
+    bounds = bounds_of(case(MASKS[mask](1, 256), 256)._replace(device=DEVICE))
+    out = attend("hopper", Form(True, None, None, bounds), q, k, v)
+    lost = out.isnan().all(-1).nonzero().tolist()
+    assert lost == [[0, 1, 77]]
+    assert not out[0, [0, 2, 3]].isnan().any()
+
+
 @pytest.mark.parametrize("pairs", [1, 6, 7, 32, 640])
 @pytest.mark.parametrize("key_blocks", [1, 8, 64, 500])
 def test_sections_are_equal_and_no_larger_than_fill_the_gpu(pairs: int, key_blocks: int) -> None:
@@ -520,8 +586,8 @@ def unbounded(name):
 
 heads = {"KV_HEADS": 8, "GROUP": 4}
 for width, kernel in ((64, backward._attention_backward), (128, wide._attention_backward_128)):
-    workers, stages = forward._TEAMS[width]
-    constants = heads | {"WIDTH": width, "WORKERS": workers, "STAGES": stages}
+    workers, stages, q_slots = forward._TEAMS[width]
+    constants = heads | {"SECTION": 4, "WIDTH": width, "WORKERS": workers, "STAGES": stages, "Q_SLOTS": q_slots}
     blocks = {"q": 64, "k": 128, "v": 128, "out": 64}
     for bounds, known in (bounded("first"), unbounded("first")):
         made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32", "tile_counter": "*i32"} | bounds, ["scale"], constants | known)

@@ -36,14 +36,8 @@ from argosy.model.ops.kernels.hopper_backward import (
     _lasts,
     _work,
 )
-from argosy.model.ops.kernels.hopper_forward import (
-    _TILE_SLOTS,
-    _publish_tile,
-    _published_tile,
-    _write,
-    bound,
-    described,
-)
+from argosy.model.ops.kernels.hopper_forward import _write, bound, described
+from argosy.model.ops.kernels.hopper_scheduler import _make_scheduler, _publish_tile, _published_tile
 from argosy.model.ops.kernels.hopper_scratch import _ADD, _STORE, _keep_sum, _load_sum
 from argosy.model.ops.kernels.hopper_sums import LOGS, TokenSums, noted_together, prepare, room_beside, tiled
 from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, _end, _magnitudes, _raise_found
@@ -327,26 +321,20 @@ def _attention_backward_head(
     d_k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
     d_q_here = gl.allocate_shared_memory(gl.bfloat16, [_SIDE, _WIDTH], q.layout)
     logs_here = gl.allocate_shared_memory(gl.float32, [_STAGES, 1, 2 * _SIDE], logs.layout)
-    tile_here = gl.allocate_shared_memory(gl.int32, [_TILE_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [_KEY_SLOTS, 1], mbarrier.MBarrierLayout())
     kv_free = gl.allocate_shared_memory(gl.int64, [_KEY_SLOTS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    tile_full = gl.allocate_shared_memory(gl.int64, [_TILE_SLOTS, 1], mbarrier.MBarrierLayout())
-    tile_free = gl.allocate_shared_memory(gl.int64, [_TILE_SLOTS, 1], mbarrier.MBarrierLayout())
     # The workers and the adder read keys and the numbers of heads.
     for slot in gl.static_range(_KEY_SLOTS):
         mbarrier.init(kv_full.index(slot), count=1)
         mbarrier.init(kv_free.index(slot), count=_WORKERS + 1)
-    for slot in gl.static_range(_TILE_SLOTS):
-        mbarrier.init(tile_full.index(slot), count=1)
-        mbarrier.init(tile_free.index(slot), count=_WORKERS + 1)
+    scheduler = _make_scheduler(_WORKERS + 1)
     _init_steps(full, free, ds_full, ds_free, _STAGES, _SLOTS, 1)
     fence_async_shared()
     here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
-    scheduler = (tile_here, tile_full, tile_free)
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, d_k_here, d_k_head, d_v_head, found, plain_scale)
     bounds = (last, last_batch)

@@ -92,5 +92,9 @@ def _store_gradients(
 
 def section(pairs: int, key_blocks: int) -> int:
     """Return how many KV heads to work on at a time, so that their data stays cached: a divisor of `pairs` that fills the GPU."""
-    wanted = max(1, _FULL_WAVE // key_blocks)
-    return max(size for size in range(1, wanted + 1) if pairs % size == 0)
+    return largest_divisor(pairs, _FULL_WAVE // key_blocks)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is not larger than `most`, but at least 1."""
+    return max(size for size in range(1, max(1, most) + 1) if number % size == 0)
