@@ -90,7 +90,8 @@ def test_one_process_that_crashes_has_said_where_in_its_log(write_spec: Write, t
         wait_for(lambda: log.exists() and "it was ended, or crashed" in log.read_text())
         # The process that keeps the log holds the run for a moment more.
         wait_for(lambda: verdict(run).verdict == "rank 0: native code of a rank crashed (logs/1/0.log)")
-    assert "in take_step" in log.read_text()
+    # The crash may have come while it waited for a batch.
+    assert "argosy/train/loop.py" in log.read_text()
 
 
 # tests/record/test_alerts.py is the short form.

@@ -1,7 +1,7 @@
 """Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128, with documents and windows.
 
 Their results are deterministic, and they are about as fast as the fastest kernels whose results are not. They are written in Gluon, whose
-interface changes between versions of Triton, so they run only with the versions they were measured with.
+interface changes between versions of Triton, so they run only with versions they were measured with (docs/benchmarks.md says in which form).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The forward pass of causal attention on Hopper.
 
 A program is persistent: it has a multiprocessor to itself and takes tiles from an atomic counter (a dynamic tile scheduler) until none is
-left, of each sample the longest first. So all programs end at about the same time, also where documents make tiles short, or other work
-has some of the multiprocessors. One warp takes the tiles, publishes their numbers, and loads blocks of keys and values into a ring buffer
-in shared memory. Workers of four warps each compute: a worker has 64 queries of one head, and the heads that share a KV head work on the
-same blocks. While one worker computes exponentials, the matmuls of the others run.
+left, of each section of KV heads the longest first. So all programs end at about the same time, also where documents make tiles short, or
+other work has some of the multiprocessors. One warp takes the tiles, publishes their numbers, and loads blocks of keys and values into a ring
+buffer in shared memory, and the queries of each worker, with two slots also those of its next tile. Workers of four warps each compute: a
+worker has 64 queries of one head, and the heads that share a KV head work on the same blocks. While one worker computes exponentials, the
+matmuls of the others run.
 
 A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, beside the
 exponentials of block c. Block c of the keys and block c - 1 of the values are therefore freed, and loaded, together.
@@ -57,7 +58,8 @@ def _log2(x):
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
-# The bits of a column's number that differ between the threads of a row of scores. The other bits are constants of a register.
+# The bits of a column's number that differ between the threads of a row of scores: the other bits are constants of a register. With other
+# bits `_hide` is as right, but slower.
 _LANE_BITS = gl.constexpr(6)
 # Subtract 1e38 where the limit is lower, or higher, than the column.
 _HIDE_AFTER = gl.constexpr("{ .reg .f32 far; set.lt.f32.f32 far, $2, $3; fma.rn.f32 $0, far, 0fFE967699, $1; }")
@@ -68,7 +70,8 @@ _HIDE_BEFORE = gl.constexpr("{ .reg .f32 far; set.gt.f32.f32 far, $2, $3; fma.rn
 def _hide(scores, limits, HOW: gl.constexpr):
     """Return scores, lowered so far that their exponentials are zero where the column is beyond its row's limit.
 
-    This compares floats with constants, two instructions a score. Of `gl.where` the compiler makes four or more.
+    This compares floats with constants, two instructions a score. Of `gl.where` the compiler makes up to six. Scores must be finite: one that is
+    not a number, or infinite, is not hidden, and the rows of its block get results that are not numbers.
     """
     column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
     limit = (limits[:, None] - (column & _LANE_BITS)[None, :]).to(gl.float32)
@@ -89,9 +92,15 @@ def _split(number, head_tiles, SECTION: gl.constexpr):
 
 @gluon.jit
 def _part(tile, worker, blocks, GROUP: gl.constexpr, WORKERS: gl.constexpr):
-    """Return a worker's block of queries and head of the group. A surplus worker gets those of the last one."""
+    """Return a worker's block of queries and head of the group. A worker without queries gets those of the last one."""
     part = gl.minimum(tile * WORKERS + worker, blocks * GROUP - 1)
     return blocks - 1 - part // GROUP, part % GROUP
+
+
+@gluon.jit
+def _has_queries(tile, worker, blocks, GROUP: gl.constexpr, WORKERS: gl.constexpr):
+    """Return whether a worker has queries of a tile. In a head's last tile some may have none."""
+    return tile * WORKERS + worker < blocks * GROUP
 
 
 @gluon.jit
@@ -277,14 +286,13 @@ def _worker(
         most_unseen = _unseen_blocks(bounds, pair // KV_HEADS, shortest, BOUNDED)
         slot = WORKER * Q_SLOTS + turn % Q_SLOTS
         queries = (q_here.index(slot), q_full.index(slot), q_free.index(slot), (turn // Q_SLOTS) & 1)
-        if tile * WORKERS + WORKER < blocks * GROUP:
+        if _has_queries(tile, WORKER, blocks, GROUP, WORKERS):
             unseen = _unseen_blocks(bounds, pair // KV_HEADS, block, BOUNDED)
             count = _attend(
                 ring, work, bounds, queries, count, pair, block, head, longest, unseen, most_unseen,
                 WORKER, KV_HEADS, GROUP, WIDTH, STAGES, BOUNDED,
             )  # fmt: skip
         else:
-            # A surplus worker.
             mbarrier.wait(queries[1], queries[3])
             mbarrier.arrive(queries[2], count=1)
             count = _skip(ring, count, longest - most_unseen, STAGES)

@@ -15,7 +15,7 @@ _TILE_SLOTS = gl.constexpr(2)
 
 @gluon.jit
 def _make_scheduler(READERS: gl.constexpr):
-    """Return the numbers of tiles and their barriers, for so many groups of warps that read them."""
+    """Return the numbers of tiles and their barriers. READERS groups of warps read each number."""
     tile_here = gl.allocate_shared_memory(gl.int32, [_TILE_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tile_full = gl.allocate_shared_memory(gl.int64, [_TILE_SLOTS, 1], mbarrier.MBarrierLayout())
     tile_free = gl.allocate_shared_memory(gl.int64, [_TILE_SLOTS, 1], mbarrier.MBarrierLayout())

@@ -97,4 +97,4 @@ def section(pairs: int, key_blocks: int) -> int:
 
 def largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor of a number that is not larger than `most`, but at least 1."""
-    return max(size for size in range(1, max(1, most) + 1) if number % size == 0)
+    return max(size for size in range(1, max(1, min(number, most)) + 1) if number % size == 0)
