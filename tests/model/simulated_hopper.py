@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from triton.experimental.gluon import language
@@ -58,7 +58,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "a
 class Tensor(np.ndarray[Any, Any]):
     """A tensor in registers."""
 
-    type = SimpleNamespace(layout=None)
+    type = SimpleNamespace(layout=SimpleNamespace(parent=None))
 
     def to(self, dtype: object) -> Any:
         return self.astype(np.float32) if dtype == "float32" else self
@@ -98,8 +98,12 @@ class Slot:
         self.readers = 0
         self.loading = False
 
-    def permute(self, _: object) -> Any:
-        return SimpleNamespace(transposed=self)
+    def permute(self, _: object) -> Part:
+        return Part(self, transposed=True)
+
+    def slice(self, start: int, size: int, dim: int) -> Part:
+        assert dim == 1
+        return Part(self, columns=slice(start, start + size))
 
     def store(self, values: Any) -> None:
         if self.readers or self.loading:
@@ -113,6 +117,18 @@ class Slot:
         if self.loading or self.values is None:
             raise Fault("a slot is read before it is loaded")
         return self.values
+
+
+class Part(NamedTuple):
+    """Columns of a slot, or its transpose, as an operand of a matmul."""
+
+    slot: Slot
+    transposed: bool = False
+    columns: slice = slice(None)
+
+    def read(self) -> Any:
+        values = self.slot.read()[:, self.columns]
+        return values.T if self.transposed else values
 
 
 class Slots:
@@ -144,29 +160,30 @@ class Pointer:
     def __sub__(self, less: int) -> Pointer:
         return self + -less
 
+    def to(self, _: object) -> Pointer:
+        return self
+
 
 class Matmul:
     """An asynchronous matmul. Its operands in shared memory must not change until it is waited for."""
 
     def __init__(self, left: Any, right: Any, accumulator: Any, use_acc: bool) -> None:
-        self.operands = [getattr(x, "transposed", x) for x in (left, right)]
-        self.turned = [hasattr(x, "transposed") for x in (left, right)]
+        self.operands = [Part(x) if isinstance(x, Slot) else x for x in (left, right)]
         self.accumulator = accumulator if use_acc else 0
         self.result: Any = None
-        for slot in self._slots():
-            slot.read()
-            slot.readers += 1
+        for part in self._parts():
+            part.read()
+            part.slot.readers += 1
 
-    def _slots(self) -> list[Slot]:
-        return [x for x in self.operands if isinstance(x, Slot)]
+    def _parts(self) -> list[Part]:
+        return [x for x in self.operands if isinstance(x, Part)]
 
     def finish(self) -> None:
-        for slot in self._slots():
-            slot.readers -= 1
-        values = [x.read() if isinstance(x, Slot) else x for x in self.operands]
-        left, right = (x.T if turned else x for x, turned in zip(values, self.turned, strict=True))
+        for part in self._parts():
+            part.slot.readers -= 1
+        left, right = (x.read() if isinstance(x, Part) else np.asarray(x) for x in self.operands)
         start = self.accumulator.result if isinstance(self.accumulator, Matmul) else self.accumulator
-        self.result = tensor(np.asarray(left) @ np.asarray(right) + start)
+        self.result = tensor(left @ right + start)
 
 
 class Group:
@@ -177,7 +194,7 @@ class Group:
         self.program = machine.program
         self.speed = machine.random.choice(SPEEDS)
         self.matmuls: list[Matmul] = []
-        self.stores = 0
+        self.stores: list[object] = []
         self.go = threading.Semaphore(0)
         self.over = False
         self.thread = threading.Thread(target=self._run, args=(machine, work), daemon=True)
@@ -291,22 +308,31 @@ class Machine:
         self.transfers.append(finish)
 
     def _store(self, matrix: Matrix, place: list[int], slot: Slot) -> None:
+        self._send(matrix, place, slot, added=False)
+
+    def add_tile(self, matrix: Matrix, place: list[int], slot: Slot) -> None:
+        self._send(matrix, place, slot, added=True)
+
+    def _send(self, matrix: Matrix, place: list[int], slot: Slot, *, added: bool) -> None:
         self._pause()
         me, (row, column), (rows, columns) = self.current, place, slot.shape
+        where = np.s_[row : row + rows, column : column + columns]
         slot.readers += 1
-        me.stores += 1
+        me.stores.append(token := object())
 
         def finish() -> None:
             slot.readers -= 1
-            me.stores -= 1
-            matrix.values[row : row + rows, column : column + columns] = slot.read()
-            matrix.written[row : row + rows, column : column + columns] += 1
+            me.stores.remove(token)
+            matrix.values[where] = slot.read() + (matrix.values[where] if added else 0)
+            matrix.written[where] += 1
 
         self.transfers.append(finish)
 
     def _store_wait(self, most: int) -> None:
+        """Wait for all stores of a group of warps but the last ones."""
         me = self.current
-        self._pause(lambda: me.stores <= most)
+        before = me.stores[: len(me.stores) - most]
+        self._pause(lambda: not set(before) & set(me.stores))
 
     def _matmul(self, left: Any, right: Any, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Matmul:
         self._pause()
@@ -360,7 +386,7 @@ def _reduce(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read(pointer: Pointer) -> Any:
     values = pointer.memory.values[pointer.offset]
-    return Number(values) if np.ndim(values) == 0 else tensor(values)
+    return Number(values) if isinstance(values, np.integer) else tensor(values)
 
 
 def _write(pointer: Pointer, values: Any) -> None:
@@ -379,5 +405,9 @@ def _assembly(code: str, _: str, operands: list[Any], **__: object) -> Any:
         values, limit, constant = operands
         far = (np.less if found[2] == "lt" else np.greater)(limit, constant)
         return tensor(values + far.astype(np.float32) * np.float32(struct.unpack(">f", bytes.fromhex(found[3]))[0]))
-    powers = {"ex2.approx.ftz.f32 $0, $1;": np.exp2, "lg2.approx.f32 $0, $1;": np.log2}
-    return tensor(powers[code](operands[0]))
+    known = {
+        "ex2.approx.ftz.f32 $0, $1;": np.exp2,
+        "lg2.approx.f32 $0, $1;": np.log2,
+        "cvt.rni.s32.f32 $0, $1;": np.rint,
+    }
+    return tensor(known[code](operands[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,16 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 
 from argosy.model.ops.kernels import (
     hopper_backward,
+    hopper_backward_128,
     hopper_backward_head,
     hopper_forward,
     hopper_scheduler,
     hopper_scratch,
+    hopper_sums,
     hopper_tiles,
 )
 from argosy.model.ops.kernels.hopper_tiles import largest_divisor
-from model.simulated_hopper import Fault, Machine, Matrix, Pointer, tensor
+from model.simulated_hopper import Fault, Machine, Matrix, Number, Pointer, tensor
 
 Names = dict[str, Any]
 
@@ -126,19 +129,17 @@ def forward(
     compare([out, lse], [problem.out(), problem.weights()[1]])
 
 
-def backward(seed: int, problem: Problem, programs: int, spoil: Callable[[Names], object] = id) -> None:
+def backward_by_heads(seed: int, problem: Problem, programs: int, spoil: Callable[[Names], object] = id) -> None:
     """Run the backward kernel whose programs have whole heads, and compare its results with the expected ones."""
     batch, seq, kv_heads, heads = problem.batch, problem.seq, problem.kv_heads, problem.heads
     d_q, d_k, d_v = (room(batch * seq, n * WIDTH) for n in (heads, kv_heads, kv_heads))
     query_sums = room(batch * kv_heads * WIDTH)
-    blocks = (batch * heads * seq // SIDE, SIDE)
-    lse, delta = problem.weights()[1].reshape(blocks), problem.delta().reshape(blocks)
-    logs = Matrix(np.concatenate((lse * hopper_backward.LSE_FACTOR, -delta), 1).astype(np.float32))
+    logs = by_blocks(problem.weights()[1] * hopper_backward.LSE_FACTOR, -problem.delta())
     machine = Machine(seed)
     names = machine.namespace((hopper_scheduler, hopper_tiles, hopper_scratch, hopper_backward, hopper_backward_head))
     names |= {"_SIDE": SIDE, "_WIDTH": WIDTH, "_as_rows": as_rows, "_load_sum": load_sum, "_keep_sum": keep_sum}
     spoil(names)
-    bounds = (Pointer(Matrix(problem.last_queries().ravel())), seq) if problem.bounded else (None, 0)
+    bounds = last_queries(problem)
     with_sums = problem.group == 1
     machine.run(
         names["_attention_backward_head"], programs, *map(matrix, (problem.q, problem.k, problem.v, problem.d_out)), logs, d_q, d_k,
@@ -149,6 +150,66 @@ def backward(seed: int, problem: Problem, programs: int, spoil: Callable[[Names]
     compare([d_q, d_k, d_v], [*wanted])
     if with_sums:
         compare([query_sums], [wanted[0].sum(1)])
+
+
+def backward_by_tiles(
+    seed: int, problem: Problem, width: int, section: int, spoil: Callable[[Names], object] = id
+) -> None:
+    """Run the backward kernel for heads of a width whose programs have tiles of keys, and compare its results with the expected ones."""
+    batch, seq, kv_heads, heads = problem.batch, problem.seq, problem.kv_heads, problem.heads
+    module, kernel, lse_factor = hopper_backward, "_attention_backward", hopper_backward.LSE_FACTOR
+    if width == 128:
+        module, kernel, lse_factor = hopper_backward_128, "_attention_backward_128", -1 / SCALE
+    sums = Matrix(np.zeros((batch * heads * seq, WIDTH), np.int64))
+    d_k, d_v = (room(batch * seq * kv_heads * WIDTH) for _ in range(2))
+    inverse = 1 / np.linalg.norm(problem.d_out, axis=-1).transpose(0, 2, 1)
+    largest = np.stack((abs(problem.k).max((1, 3)), np.linalg.norm(problem.v, axis=-1).max(1)), -1)
+    machine = Machine(seed)
+    names = machine.namespace((hopper_sums, hopper_tiles, module))
+    names |= {
+        "_SIDE": SIDE,
+        "_WIDTH": WIDTH,
+        "_COLUMNS": WIDTH // 2,
+        "_as_rows": as_rows,
+        "_add": add,
+        "_add_tile": machine.add_tile,
+    }
+    spoil(names)
+    key_blocks = seq // (2 * SIDE)
+    targets = (
+        (sums, by_blocks(inverse))
+        if width == 128
+        else (Pointer(Matrix(sums.values.ravel())), Pointer(Matrix(inverse.ravel())))
+    )
+    machine.run(
+        names[kernel], batch * kv_heads * key_blocks, *map(matrix, (problem.q, problem.k, problem.v, problem.d_out)),
+        by_blocks(problem.weights()[1] * lse_factor, -problem.delta()), Pointer(d_k), Pointer(d_v), *targets,
+        Pointer(Matrix(largest.astype(np.float32).ravel())), None, *last_queries(problem), key_blocks, seq, *[WIDTH] * 4, kv_heads * WIDTH,
+        WIDTH, SCALE / math.log(2), SCALE, kv_heads, problem.group, section, problem.bounded,
+    )  # fmt: skip
+    bound = np.repeat(largest.prod(-1), problem.group, 1)[..., None] * names["_TWICE"] / inverse
+    d_q = (sums.values.reshape(batch, heads, seq, WIDTH) * (bound / names["_UNITS"])[..., None] * SCALE).transpose(
+        0, 2, 1, 3
+    )
+    wanted = problem.gradients()
+    compare([d_k, d_v], [*wanted[1:]])
+    if not np.allclose(d_q, wanted[0], atol=1e-4):
+        raise Fault("dQ is wrong")
+
+
+def by_blocks(*rows: Any) -> Matrix:
+    """Return numbers of all queries, [batch, heads, seq] each, those of a block next to each other."""
+    return Matrix(np.concatenate([x.reshape(-1, SIDE) for x in rows], 1).astype(np.float32))
+
+
+def last_queries(problem: Problem) -> tuple[Pointer | None, int]:
+    return (Pointer(Matrix(problem.last_queries().ravel())), problem.seq) if problem.bounded else (None, 0)
+
+
+def add(values: Any, places: Pointer) -> None:
+    """Add values, rounded, to the sums of a block, in the order of rows."""
+    first = int(places.offset.min())
+    places.memory.values[first : first + SIDE * WIDTH] += np.rint(np.asarray(values)).astype(np.int64).ravel()
 
 
 def as_rows(memory: Any, rows: int, columns: int, _: object) -> Any:
@@ -195,7 +256,19 @@ def test_programs_with_whole_heads_compute_gradients_in_every_order_of_their_par
     drawn = random.Random(seed)
     kv_heads, group, key_blocks = drawn.choice([1, 2, 3]), drawn.choice([1, 1, 2, 3]), drawn.choice([1, 2, 3, 4])
     problem = Problem(seed, drawn.choice([1, 2]), key_blocks * 2 * SIDE, kv_heads, group, bounded=bounded)
-    backward(seed, problem, drawn.choice([1, 2]))
+    backward_by_heads(seed, problem, drawn.choice([1, 2]))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_programs_with_tiles_compute_gradients_in_every_order_of_their_parts(
+    seed: int, bounded: bool, width: int
+) -> None:
+    drawn = random.Random(seed)
+    kv_heads, group, key_blocks = drawn.choice([1, 2]), drawn.choice([1, 1, 2, 3]), drawn.choice([1, 2, 3])
+    problem = Problem(seed, drawn.choice([1, 2]), key_blocks * 2 * SIDE, kv_heads, group, bounded=bounded)
+    backward_by_tiles(seed, problem, width, drawn.randint(1, kv_heads))
 
 
 def one_slot(names: Names) -> Callable[..., Any]:
@@ -209,6 +282,12 @@ def one_slot(names: Names) -> Callable[..., Any]:
         return slots
 
     return with_one_slot
+
+
+def free_by_one(init: Callable[..., None], full: Any, free: Any, *given: Any) -> None:
+    init(full, free, *given)
+    for barrier in free.items:
+        barrier.init(1)
 
 
 ANY_FAULTS: dict[str, Callable[[Names], object]] = {
@@ -234,6 +313,15 @@ BACKWARD_FAULTS: dict[str, Callable[[Names], object]] = ANY_FAULTS | {
 }  # fmt: skip
 
 
+TILE_FAULTS: dict[str, Callable[[Names], object]] = {
+    "nothing is waited for": ANY_FAULTS["nothing is waited for"],
+    "a matmul less is waited for": ANY_FAULTS["a matmul less is waited for"],
+    "all programs have the same keys": lambda names: names.update(_place=lambda *_: (Number(0), Number(0))),
+    "a stage is free when one worker has read it": lambda names: names.update(_init_steps=partial(free_by_one, names["_init_steps"])),
+    "the last block of queries is left out": lambda names: names.update(_steps=lambda *given, steps=names["_steps"]: steps(*given) - 1),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("fault", FORWARD_FAULTS)
 def test_the_simulation_finds_faults_of_the_forward_pass(fault: str) -> None:
     # The last of the three tiles of a KV head leaves a worker without queries.
@@ -246,4 +334,12 @@ def test_the_simulation_finds_faults_of_the_forward_pass(fault: str) -> None:
 def test_the_simulation_finds_faults_of_the_backward_pass(fault: str) -> None:
     problem = Problem(0, 2, 6 * SIDE, 2, 1, bounded=False)
     with pytest.raises(Fault):
-        backward(0, problem, 2, BACKWARD_FAULTS[fault])
+        backward_by_heads(0, problem, 2, BACKWARD_FAULTS[fault])
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("fault", TILE_FAULTS)
+def test_the_simulation_finds_faults_of_the_backward_pass_by_tiles(fault: str, width: int) -> None:
+    problem = Problem(0, 1, 6 * SIDE, 1, 2, bounded=False)
+    with pytest.raises(Fault):
+        backward_by_tiles(0, problem, width, 1, TILE_FAULTS[fault])
