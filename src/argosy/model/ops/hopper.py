@@ -94,11 +94,11 @@ def backward(
     from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_backward_head
     from argosy.model.ops.kernels.heads_kernel import whole_of
 
-    newest = _TRITON is not None and _TRITON.startswith(_MEASURED_WHOLE)
-    whole = newest and has_whole_heads(q, k, form.bounds is not None)
+    allowed = _TRITON is not None and _TRITON.startswith(_MEASURED_WHOLE)
+    whole = allowed and has_whole_heads(q, k, form.bounds is not None)
     copies = 1 if whole else _copies(q, k)
     # The kernels write the sums in the order of these slots.
-    summed = newest and form.summed and whole_of([t.transpose(1, 2) for t in (q, k, v)]) is not None
+    summed = allowed and form.summed and whole_of([t.transpose(1, 2) for t in (q, k, v)]) is not None
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     if whole:

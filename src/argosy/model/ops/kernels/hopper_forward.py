@@ -70,8 +70,8 @@ _HIDE_BEFORE = gl.constexpr("{ .reg .f32 far; set.gt.f32.f32 far, $2, $3; fma.rn
 def _hide(scores, limits, HOW: gl.constexpr):
     """Return scores, lowered so far that their exponentials are zero where the column is beyond its row's limit.
 
-    This compares floats with constants, two instructions a score. Of `gl.where` the compiler makes up to six. Scores must be finite: one that is
-    not a number, or infinite, is not hidden, and the rows of its block get results that are not numbers.
+    This compares floats with constants, two instructions a score. Of `gl.where` the compiler makes up to six. Scores must be finite: a NaN or
+    an infinity is not hidden, so it reaches all rows of its block, and a row of which all visible scores are minus infinity sees hidden keys.
     """
     column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
     limit = (limits[:, None] - (column & _LANE_BITS)[None, :]).to(gl.float32)
@@ -192,6 +192,24 @@ def _skip(ring, count, blocks, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _write_result(
+    work, o, total, highest, rows, pair, block, head, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, OUT: gl.constexpr
+):  # fmt: skip
+    """Write the log-sum-exp of a block of queries, and begin to write its attention."""
+    out, lse, out_here, seq, out_head, _, _, scale = work
+    total = gl.convert_layout(total, highest.type.layout)
+    gl.store(
+        lse + (pair * GROUP + head).to(gl.int64) * seq + rows, (highest * scale + _log2(total)) * 0.6931471805599453
+    )
+    o = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+    tma.store_wait(0)
+    out_here.index(WORKER).store(o.to(gl.bfloat16))
+    fence_async_shared()
+    place = [pair // KV_HEADS * seq + block * _QUERIES, (pair % KV_HEADS * GROUP + head) * out_head]
+    _write(out, place, out_here.index(WORKER))
+
+
+@gluon.jit
 def _attend(
     ring, work, bounds, queries, count, pair, block, head, longest, unseen, most_unseen,
     WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
@@ -202,7 +220,7 @@ def _attend(
     SHARES: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     _, k_here, v_here, _, _, k_full, v_full, free = ring
     q_here, q_full, q_free, q_phase = queries
-    out, lse, out_here, seq, out_head, _, _, scale = work
+    scale = work[-1]
     key_blocks = _key_blocks(block)
     nothing = gl.zeros([_QUERIES, _KEYS], gl.float32, SCORES)
     count = _skip(ring, count, longest - key_blocks, STAGES)
@@ -252,16 +270,7 @@ def _attend(
     o = warpgroup_mma(shares, v_here.index(count % STAGES), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     count = _skip(ring, count + 1, unseen - most_unseen, STAGES)
-    whole = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORES))
-    # The row of lse: batch x heads + head.
-    row = pair // KV_HEADS * KV_HEADS * GROUP + pair % KV_HEADS * GROUP + head
-    gl.store(lse + row.to(gl.int64) * seq + rows, (highest * scale + _log2(whole)) * 0.6931471805599453)
-    o = o * gl.convert_layout(1.0 / whole, gl.SliceLayout(1, OUT))[:, None]
-    tma.store_wait(0)
-    out_here.index(WORKER).store(o.to(gl.bfloat16))
-    fence_async_shared()
-    place = [pair // KV_HEADS * seq + block * _QUERIES, (pair % KV_HEADS * GROUP + head) * out_head]
-    _write(out, place, out_here.index(WORKER))
+    _write_result(work, o, gl.sum(total, axis=1), highest, rows, pair, block, head, WORKER, KV_HEADS, GROUP, OUT)
     return count
 
 
