@@ -17,13 +17,14 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 from argosy.config.resolve import resolve_model  # noqa: E402
+from argosy.data.samples.masks import IGNORED  # noqa: E402
 from argosy.errors import ArgosyError  # noqa: E402
 from argosy.model.build import build_model, initialise  # noqa: E402
 from argosy.model.layers import embed  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
 from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, largest, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
-from argosy.model.ops.kernels import heads_kernel, hopper_sums, norm_kernel, row_sums_kernel  # noqa: E402
+from argosy.model.ops.kernels import cross_entropy_kernel, heads_kernel, hopper_sums, norm_kernel, row_sums_kernel  # noqa: E402
 from argosy.model.ops.token_sums import noted_sums, wants_sums  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
@@ -102,8 +103,8 @@ def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
 ) -> None:
     """Unless something else reads the sum too, and adds to its gradient, or changes the gradient in place."""
     passes: list[torch.Size] = []
-    compute = norm_kernel.column_sums
-    monkeypatch.setattr(norm_kernel, "column_sums", lambda x, dtype: passes.append(x.shape) or compute(x, dtype))
+    compute = row_sums_kernel.column_sums
+    monkeypatch.setattr(row_sums_kernel, "column_sums", lambda x, dtype: passes.append(x.shape) or compute(x, dtype))
 
     def sum_and_norm(x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         total = norm.add(x, y, y_bias)
@@ -119,7 +120,7 @@ def test_a_norm_sums_the_gradient_of_a_bias_that_was_added_before_it(
 
 
 def test_a_frozen_bias_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(norm_kernel, "column_sums")
+    monkeypatch.delattr(row_sums_kernel, "column_sums")
     monkeypatch.delattr(heads_kernel, "sum_rows")
     frozen = torch.randn(48, device=DEVICE)
     x, y = (torch.randn(2, 8, 48, device=DEVICE, requires_grad=True) for _ in range(2))
@@ -330,6 +331,32 @@ def test_the_loss_of_a_vocabulary_in_parts_is_that_of_the_whole(dtype: torch.dty
                 part[:, :vocab], whole[:, first : first + vocab], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 100
             )
             assert not part[:, vocab:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("vocab", "width"), [(1300, 1312), (1024, 1040), (1024, 1024), (1500, 1600), (300, 300), (1030, 2000)]
+)
+def test_rows_of_whole_blocks_and_a_rest(
+    vocab: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 512 logits: only the last one is compared with the ends of the vocabulary and of the row."""
+    monkeypatch.setattr(cross_entropy_kernel, "_LANES", 64)
+    logits = F.pad(5 * torch.randn(6, vocab), (0, width - vocab)).to(DEVICE, dtype)
+    logits[1, 7], logits[2, :vocab], logits[3, 5] = 300, -200, -float("inf")
+    labels = torch.tensor([0, vocab - 1, vocab // 2, 511 % vocab, IGNORED, 7], device=DEVICE)
+    exact = logits[:, :vocab].double().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none", ignore_index=IGNORED)
+    lse = exact.logsumexp(1) * (labels != IGNORED)
+    (expected.sum() + 1e-3 * lse.square().sum()).backward()
+    with kernels(True):
+        losses, cross_entropies = cross_entropy.softmax_loss_(logits, labels, 1e-3, True, vocab)
+    torch.testing.assert_close(cross_entropies.double(), expected.detach(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(losses.double(), (expected + 1e-3 * lse.square()).detach(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        logits[:, :vocab].double(), exact.grad, rtol=max(TOLERANCE[dtype], 1e-3) / 2, atol=TOLERANCE[dtype] / 1000
+    )
+    assert not logits[:, vocab:].any()
 
 
 def test_a_choice_of_kernels_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

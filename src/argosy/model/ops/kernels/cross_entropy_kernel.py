@@ -8,6 +8,8 @@ rounds them to their precision in one pass.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,19 @@ from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
 
-# Programs are large, so that few rows are in flight and a row is still cached at the second read. Narrow rows use half the size.
+# Programs are large, so that few rows are in flight and a row is still cached at the second read: threads, and logits of
+# each of them at a time, half as many in narrow rows.
 _LANES, _EACH, _NARROW = 1024, 16, 1 << 16
+# Exponentials are powers of 2.
+_LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _raise_sums(x, highest, total):
+    """Return the maximum of each lane's logits, in powers of 2, and the sum of their exponentials relative to it."""
+    higher = tl.maximum(highest, tl.max(x, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, total * tl.exp2(highest - safe) + tl.sum(tl.exp2(x - safe[:, None]), 1)
 
 
 @triton.jit
@@ -25,30 +38,43 @@ def _log_sum_exp(start, width, vocab, LANES: tl.constexpr, EACH: tl.constexpr):
     # Every lane keeps its own maximum and sum, and rescales the sum once per EACH logits.
     highest = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
-    for first in range(0, width, LANES * EACH):
-        cols = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-        logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last")
-        x = tl.where(cols < vocab, logit.to(tl.float32), float("-inf"))
-        higher = tl.maximum(highest, tl.max(x, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
-        highest = higher
+    cols = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    whole = vocab // (LANES * EACH) * (LANES * EACH)
+    for first in range(0, whole, LANES * EACH):
+        x = tl.load(start + first + cols, eviction_policy="evict_last").to(tl.float32)
+        highest, total = _raise_sums(x * _LOG2_E, highest, total)
+    if whole < vocab:
+        cols += whole
+        x = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+        highest, total = _raise_sums(tl.where(cols < vocab, x * _LOG2_E, float("-inf")), highest, total)
     peak = tl.max(highest, 0)
-    return peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
+    return (peak + tl.log2(tl.sum(total * tl.exp2(highest - peak), 0))) / _LOG2_E
 
 
 @triton.jit
-def _write_gradient(start, width, vocab, column, lse, z_loss, B: tl.constexpr):
-    """Overwrite a row of logits with their gradient. `column` is that of the label."""
+def _share(x, lse, factor):
+    return tl.exp2(x.to(tl.float32) * _LOG2_E - lse * _LOG2_E) * factor
+
+
+@triton.jit
+def _write_gradient(start, width, vocab, column, picked, lse, z_loss, B: tl.constexpr):
+    """Overwrite a row of logits with their gradient. `column` is that of the label, if it is one of the row, and `picked` its logit."""
     factor = 1.0 + 2.0 * z_loss * lse
-    for first in range(0, width, B):
-        cols = first + tl.arange(0, B)
-        logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_first")
-        gradient = tl.exp(logit.to(tl.float32) - lse) * factor
-        gradient = tl.where(cols == column, gradient - 1.0, gradient)
-        gradient = tl.where(cols < vocab, gradient, 0.0)
-        gradient = gradient.to(start.dtype.element_ty)
+    cols = tl.arange(0, B)
+    whole = vocab // B * B
+    for first in range(0, whole, B):
+        logit = tl.load(start + first + cols, eviction_policy="evict_first")
+        gradient = _share(logit, lse, factor).to(logit.dtype)
+        tl.store(start + first + cols, gradient, eviction_policy="evict_first")
+    if whole < width:
+        cols += whole
+        logit = tl.load(start + cols, mask=cols < width, other=0.0, eviction_policy="evict_first")
+        gradient = tl.where(cols < vocab, _share(logit, lse, factor), 0.0).to(logit.dtype)
         tl.store(start + cols, gradient, mask=cols < width, eviction_policy="evict_first")
+    # After the loops, which then need not compare every column with the label's.
+    tl.debug_barrier()
+    here = (column >= 0) & (column < vocab)
+    tl.store(start + column, (_share(picked, lse, factor) - 1.0).to(start.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -73,13 +99,14 @@ def _softmax_loss(
         _ignore_row(start, losses, cross_entropies, row, width, GRADIENT, LANES * EACH)
     else:
         lse = _log_sum_exp(start, width, vocab, LANES, EACH)
-        cross_entropy = lse - tl.load(start + label).to(tl.float32)
+        picked = tl.load(start + label).to(tl.float32)
+        cross_entropy = lse - picked
         tl.store(cross_entropies + row, cross_entropy)
         tl.store(losses + row, cross_entropy + z_loss * lse * lse)
         if GRADIENT:
             # The label's logit must be read before it is overwritten.
             tl.debug_barrier()
-            _write_gradient(start, width, vocab, label, lse, z_loss, LANES * EACH)
+            _write_gradient(start, width, vocab, label, picked, lse, z_loss, LANES * EACH)
 
 
 def softmax_loss_(
@@ -90,16 +117,15 @@ def softmax_loss_(
     The padding is read and written too: with a row's end at a multiple of 16, loads and stores are vectors up to there.
     """
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
-    lanes = _lanes(logits)
     _softmax_loss[(len(logits),)](
-        logits, labels, losses[0], losses[1], logits.shape[1], vocab, z_loss, IGNORED, with_gradient, lanes,
-        _EACH, num_warps=lanes // 32,
+        logits, labels, losses[0], losses[1], logits.shape[1], vocab, z_loss, IGNORED, with_gradient, _LANES,
+        _each(logits), num_warps=_LANES // 32,
     )  # fmt: skip
     return losses[0], losses[1]
 
 
-def _lanes(logits: Tensor) -> int:
-    return _LANES if logits.shape[1] > _NARROW else _LANES // 2
+def _each(logits: Tensor) -> int:
+    return _EACH if logits.shape[1] > _NARROW else _EACH // 2
 
 
 @triton.jit
@@ -115,9 +141,8 @@ def _row_parts(logits, labels, parts, rows, width, vocab, begin, LANES: tl.const
 def row_parts(logits: Tensor, labels: Tensor, vocab: int, first: int) -> Tensor:
     """Return what `argosy.model.ops.cross_entropy.row_parts` returns, computed by one kernel."""
     parts = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
-    lanes = _lanes(logits)
     _row_parts[(len(logits),)](
-        logits, labels, parts, len(logits), logits.shape[1], vocab, first, lanes, _EACH, num_warps=lanes // 32
+        logits, labels, parts, len(logits), logits.shape[1], vocab, first, _LANES, _each(logits), num_warps=_LANES // 32
     )
     return parts
 
@@ -141,7 +166,7 @@ def _joined_losses(
         tl.store(cross_entropies + row, lse - picked)
         tl.store(losses + row, lse - picked + z_loss * lse * lse)
         if GRADIENT:
-            _write_gradient(start, width, vocab, label - begin, lse, z_loss, B)
+            _write_gradient(start, width, vocab, label - begin, picked, lse, z_loss, B)
 
 
 def joined_losses_(
@@ -149,10 +174,9 @@ def joined_losses_(
 ) -> tuple[Tensor, Tensor]:
     """Return what `argosy.model.ops.cross_entropy.joined_losses_` returns, computed by one kernel."""
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
-    lanes = _lanes(logits)
     _joined_losses[(len(logits),)](
         logits, labels, parts, losses[0], losses[1], len(parts), len(logits), logits.shape[1], vocab, first, z_loss,
-        IGNORED, with_gradient, triton.next_power_of_2(len(parts)), lanes * _EACH, num_warps=lanes // 32,
+        IGNORED, with_gradient, triton.next_power_of_2(len(parts)), _LANES * _each(logits), num_warps=_LANES // 32,
     )  # fmt: skip
     return losses[0], losses[1]
 
