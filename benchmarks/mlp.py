@@ -32,7 +32,7 @@ def passes(shape: Shape, device: torch.device, *, beside: bool) -> tuple[Callabl
     mlp = MLP(spec).to(device, dtype).requires_grad_(False)
     for weight in mlp.parameters():
         weight.normal_(std=hidden**-0.5)
-    mlp.recomputed = not beside
+    mlp.fuses_activation = beside
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     if beside and mlp._fused(x) is None:
         return None

@@ -18,15 +18,15 @@ from torch.nn import functional as F
 pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 
 from argosy.model.layers import MLP
-from argosy.model.ops import hopper, matmul, mlp
+from argosy.model.ops import beside, hopper, matmul, mlp
 from argosy.model.ops.choice import kernels
-from argosy.model.ops.kernels import hopper_mlp
+from argosy.model.ops.kernels import hopper_matmul
 from argosy.model.ops.matmul import listen, weights_later
 from argosy.parallel.transformer_blocks import recompute_block
 from argosy.train.kernel_profile import kind_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HOPPER = mlp._runs_on(DEVICE)
+HOPPER = beside._runs_on(DEVICE)
 # Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
 if HOPPER:
@@ -65,20 +65,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for twin in (gated_products, gated_gradients):
         name = twin.__name__
-        run: Any = getattr(hopper_mlp, name) if HOPPER else twin
+        run: Any = getattr(hopper_matmul, name) if HOPPER else twin
 
         def call(*args: Any, name: str = name, run: Any = run) -> Any:
             found.append(name)
             return run(*args)
 
-        monkeypatch.setattr(hopper_mlp, name, call)
+        monkeypatch.setattr(hopper_matmul, name, call)
     if not HOPPER:
-        monkeypatch.setattr(mlp, "gluon_refusal", lambda device, versions: None)
-    monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.0)
-    for cached in (mlp._fits, mlp._runs_on):
+        monkeypatch.setattr(beside, "gluon_refusal", lambda device, versions: None)
+    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.0)
+    for cached in (beside.fits, beside._runs_on):
         cached.cache_clear()
     yield found
-    for cached in (mlp._fits, mlp._runs_on):
+    for cached in (beside.fits, beside._runs_on):
         cached.cache_clear()
 
 
@@ -148,7 +148,7 @@ if HOPPER:
         x[0, 7, 3] = large
         x[1, 200] = large
         ours = passed(module, x)
-        module.recomputed = True
+        module.fuses_activation = False
         for one, other in zip(ours, passed(module, x), strict=True):
             assert torch.equal(one.isfinite(), other.isfinite())
             one, other = (t.double().nan_to_num(0, 0, 0) for t in (one, other))
@@ -181,10 +181,10 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
     elif why == "no tokens":
         x = x[:, :0]
     elif why == "few tiles":
-        monkeypatch.setattr(mlp, "_LEAST_FILLED", 0.9)
-        monkeypatch.setattr(mlp, "processors", lambda device: 132)
+        monkeypatch.setattr(beside, "_LEAST_FILLED", 0.9)
+        monkeypatch.setattr(beside, "processors", lambda device: 132)
     elif why == "a small model":
-        monkeypatch.setattr(mlp, "_LEAST_HIDDEN", 1024)
+        monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
     elif why == "a narrow row":
         module = module_of("swiglu", width=72)
     elif why == "a shifted weight":
@@ -201,7 +201,7 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
 def test_they_run_only_with_the_versions_of_triton_they_were_measured_with(
     version: str, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlp, "gluon_refusal", hopper.gluon_refusal)
+    monkeypatch.setattr(beside, "gluon_refusal", hopper.gluon_refusal)
     monkeypatch.setattr(hopper, "gpu_refusal", lambda device, capabilities: None)
     monkeypatch.setattr(hopper, "_TRITON", version)
     assert (module_of("swiglu")._fused(tokens()) is not None) == runs
@@ -271,7 +271,7 @@ def test_autograd_frees_gate_and_up_before_their_weights_get_gradients(monkeypat
         alive.append(sum(one() is not None for one in kept))
         return matmul.weight_gradient(*args)
 
-    monkeypatch.setattr(hopper_mlp, "gated_products", keeping(hopper_mlp.gated_products))
+    monkeypatch.setattr(hopper_matmul, "gated_products", keeping(hopper_matmul.gated_products))
     monkeypatch.setattr(matmul, "product", product)
     monkeypatch.setattr(mlp, "product", product)
     module, x = module_of("swiglu"), tokens().requires_grad_()
@@ -317,22 +317,26 @@ def test_weight_gradients_can_wait() -> None:
 
 
 def test_a_profiler_counts_them_as_matmuls() -> None:
-    assert kind_of("_mlp_gemm") == "gemm"
+    assert kind_of("_gemm_beside") == "gemm"
 
 
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from argosy.model.ops.kernels import hopper_mlp
+from argosy.model.ops.kernels import hopper_matmul
 
-kernel = hopper_mlp._mlp_gemm
-for backward, kind in ((False, "silu"), (True, "silu"), (False, "gelu_tanh"), (True, "gelu_tanh")):
-    described = {"a": (64, 64), "b": (64, 256)} if backward else {"a": (64, 64), "b": (128, 64), "b_up": (128, 64)}
-    types = {name: f"tensordesc<bf16[{rows}, {columns}],{hopper_mlp._LAYOUT!r}>" for name, (rows, columns) in described.items()}
-    types |= dict.fromkeys(["out", "out_up", *(["gate", "up"] if backward else ["value"])], "*bf16")
-    absent = [name for name in ("b_up", "gate", "up", "value") if name not in types]
-    constants = dict.fromkeys(absent) | {"KIND": kind, "BACKWARD": backward}
+kernel = hopper_matmul._gemm_beside
+forms = [(then, kind) for then in ("activation", "gradients") for kind in ("silu", "gelu_tanh")]
+for then, kind in (*forms, ("sum", None), ("sum", "no bias")):
+    weights = {"activation": (128, 64), "gradients": (64, 256), "sum": (256, 64)}
+    described = {"a": (64, 64), "b": weights[then]} | ({"b_up": weights[then]} if then == "activation" else {})
+    types = {name: f"tensordesc<bf16[{rows}, {columns}],{hopper_matmul._LAYOUT!r}>" for name, (rows, columns) in described.items()}
+    pointers = {"activation": ["out_up", "value"], "gradients": ["out_up", "gate_or_stream", "up_or_bias"], "sum": ["gate_or_stream"]}
+    pointers["sum"] += ["up_or_bias"] if kind is None else []
+    types |= dict.fromkeys(["out", *pointers[then]], "*bf16")
+    absent = [name for name in ("b_up", "gate_or_stream", "up_or_bias", "out_up", "value") if name not in types]
+    constants = dict.fromkeys(absent) | {"KIND": kind, "THEN": then}
     signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

@@ -19,14 +19,17 @@ from torch.nn import functional as F
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import LayerPlan, architecture_of
 from argosy.model.ops.activation import activate, gated
+from argosy.model.ops.beside import may_serve
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import fp8_matmuls, is_whole
 from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
-from argosy.model.ops.mlp import gated_mlp, may_serve, serves
+from argosy.model.ops.mlp import gated_mlp, serves
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
+from argosy.model.ops.product_sum import product_sum
+from argosy.model.ops.product_sum import serves as serves_sum
 from argosy.model.positions import Across, Context
 from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
 
@@ -67,6 +70,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return multiply(x, [self], [bias])[0]
+
+    def adds_to(self, stream: Tensor) -> bool:
+        """Return whether the kernel of this pass's matmul can add its result to the residual stream."""
+        return self.plain and use_kernel(stream) and serves_sum(stream, self.weight)
+
+    def add_to(self, stream: Tensor | None, x: Tensor) -> Tensor:
+        """Return the output without its bias, or if there is a residual stream, the stream with the output and its bias added to it."""
+        return self(x) if stream is None else product_sum(stream, x, self.weight, self.bias)
 
 
 def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -152,8 +163,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the attention output [batch, seq, hidden], without the output projection's bias."""
+    def forward(self, x: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
+        """Return the attention output [batch, seq, hidden], without the output projection's bias, or added to the residual stream."""
         normed = self.q_norm is not None
         q, k, v = project_heads(self.qkv, x, None if normed else context.rope, group=self.group, head_dim=self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -161,8 +172,7 @@ class Attention(nn.Module):
             if context.rope is not None:
                 q, k = rotate(q, context.rope), rotate(k, context.rope)
         y = context.attend(q, k, v)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
+        return self.out.add_to(stream, y.transpose(1, 2).flatten(2))
 
 
 class CrossAttention(nn.Module):
@@ -201,12 +211,12 @@ class MLP(nn.Module):
         self.gate = Linear(spec.hidden, ffn, bias=spec.mlp_bias) if spec.gated else None
         self.up = Linear(spec.hidden, ffn, bias=spec.mlp_bias)
         self.down = Linear(ffn, spec.hidden, bias=spec.mlp_bias)
-        # The backward pass computes the activation again, but not the matmuls. `argosy.parallel` sets it.
-        self.recomputed = False
+        # A kernel may multiply and compute the activation. `argosy.parallel` forbids it where the backward pass does only the latter again.
+        self.fuses_activation = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP output [batch, seq, hidden], without the down projection's bias."""
-        fused = self._fused(x) if use_kernel(x) else None
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
+        """Return the MLP output [batch, seq, hidden], without the down projection's bias, or added to the residual stream."""
+        fused = self._fused(x, stream) if use_kernel(x) else None
         if fused is not None:
             return fused
         if self.gate is None:
@@ -214,22 +224,21 @@ class MLP(nn.Module):
         else:
             gate, up = multiply(x, (self.gate, self.up), (self.gate.bias, self.up.bias))
             y = gated(self.activation, gate, up)
-        out: Tensor = self.down(y)
-        return out
+        return self.down.add_to(stream, y)
 
-    def _fused(self, x: Tensor) -> Tensor | None:
-        """Return the output by fused kernels, or None where there are none."""
+    def _fused(self, x: Tensor, stream: Tensor | None = None) -> Tensor | None:
+        """Return what `forward` does by fused kernels, or None where there are none."""
         inner = (self.up,) if self.gate is None else (self.gate, self.up)
         layers = (*inner, self.down)
         if all(layer.fuses for layer in layers) and is_whole(x):
             weights, biases = [layer.weight for layer in inner], [layer.bias for layer in inner]
             return fp8_mlp(x, self.activation, weights, biases, self.down.weight)
-        if self.gate is None or self.recomputed or not all(layer.plain for layer in layers):
+        if self.gate is None or not self.fuses_activation or not all(layer.plain for layer in layers):
             return None
         if self.gate.bias is not None or self.up.bias is not None or not may_serve(x):
             return None
         factors = (self.gate.weight, self.up.weight, self.down.weight)
-        return gated_mlp(x, self.activation, *factors) if serves(x, *factors) else None
+        return gated_mlp(x, self.activation, *factors, stream) if serves(x, *factors) else None
 
 
 class AttentionBlock(nn.Module):
@@ -242,6 +251,8 @@ class AttentionBlock(nn.Module):
     tensor_parallel: ClassVar[Declaration] = dict.fromkeys(
         ("attn_norm", "attn_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm"), OUTSIDE
     )
+    # The kernels of matmuls may add to the residual stream. `argosy.parallel` forbids it where something comes in between.
+    fuses_sums = True
 
     def __init__(self, spec: ModelSpec, layer: LayerPlan, *, across: bool = False) -> None:
         super().__init__()
@@ -258,11 +269,17 @@ class AttentionBlock(nn.Module):
     def attend(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return the residual stream after attention, and its norm."""
         x, h = self.attn_norm.split(x)
+        if self.cross is None and self._adds(self.attn.out, x, self.attn_post_norm):
+            return self.mlp_norm.split(self.attn(h, context, x))
         y, bias = self.drop(*normed(self.attn_post_norm, self.attn(h, context), self.attn.out.bias))
         if self.cross is not None and self.cross_norm is not None and context.across is not None:
             x, h = self.cross_norm.add(x, y, bias)
             y, bias = self.drop(self.cross(h, context.across), self.cross.out.bias)
         return self.mlp_norm.add(x, y, bias)
+
+    def _adds(self, layer: Linear, stream: Tensor, post_norm: Norm | None) -> bool:
+        """Return whether a layer's matmul adds its output to the residual stream: nothing comes in between."""
+        return self.fuses_sums and post_norm is None and not self.dropout.active and layer.adds_to(stream)
 
     def drop(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Apply dropout to y + bias, and return it with None for the bias. Without dropout, return y and bias unchanged."""
@@ -288,6 +305,9 @@ class Block(AttentionBlock):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = self.attend(x, context)
+        if self._adds(self.mlp.down, x, self.mlp_post_norm):
+            out: Tensor = self.mlp(h, x)
+            return out
         return add(x, *self.drop(*normed(self.mlp_post_norm, self.mlp(h), self.mlp.down.bias)))
 
 

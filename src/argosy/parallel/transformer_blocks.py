@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from argosy.compat import COSTLY_OPERATIONS, tell_compiler
 from argosy.config.seeds import derive_seed
 from argosy.model.attention import hide_pieces_from_compiler
-from argosy.model.layers import MLP
+from argosy.model.layers import MLP, AttentionBlock
 from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIONS
 from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
@@ -65,10 +65,13 @@ def apply_recompute(model: nn.Module, how: str) -> None:
 def recompute_block(block: nn.Module, how: str) -> None:
     options: dict[str, Any] = {} if how == "full" else {"context_fn": _keep_costly}
     draws = any(isinstance(module, Dropout) and module.rate for module in block.modules())
-    for module in block.modules():
-        if isinstance(module, MLP):
-            # A kernel that multiplies and activates would have to be run again as a whole.
-            module.recomputed = how == "selective"
+    if how == "selective":
+        # A kernel that multiplies and does something else would have to be run again as a whole.
+        for module in block.modules():
+            if isinstance(module, MLP):
+                module.fuses_activation = False
+            elif isinstance(module, AttentionBlock):
+                module.fuses_sums = False
     block.forward = partial(_recomputed, block, block.forward, options | {"preserve_rng_state": draws})
 
 

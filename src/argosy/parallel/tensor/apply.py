@@ -126,6 +126,8 @@ def _connect(module: nn.Module, region: Region) -> None:
     """Hook the collectives into a module, and set its share of heads, tokens or vocabulary."""
     match module:
         case AttentionBlock():
+            # The sum over ranks comes first.
+            module.fuses_sums = False
             for inner in _regions(module):
                 if isinstance(inner, MoE):
                     inner.register_forward_pre_hook(partial(_enter_experts, region))

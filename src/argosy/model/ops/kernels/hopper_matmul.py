@@ -1,14 +1,18 @@
-"""The matmuls of a gated MLP next to its activation, on Hopper, with the activation or its gradient computed beside the next tile's matmul.
+"""Matmuls on Hopper, with what follows a product computed beside the next tile's matmul.
+
+What follows is the activation of a gated MLP ("activation"), or its gradients ("gradients"), or the sum with the residual stream ("sum").
 
 A program is persistent and has a multiprocessor to itself. One warp loads tiles of both factors into a ring buffer in shared memory. Two
 workers of four warps each have 64 tokens and 256 columns of the product. A worker puts a complete product into shared memory in 16 bits. It
-reads it again block by block, each block while a step of the next product's matmul runs, computes the activation, and writes what
+reads it again block by block, each block while a step of the next product's matmul runs, computes what follows, and writes what
 the other passes read. So the tensor cores do not wait for it, and no other kernel of this pass reads the product.
 
-The tile of the forward pass has 128 columns of the gate and the same 128 of up.
+A tile before the activation has 128 columns of the gate and the same 128 of up.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -30,7 +34,7 @@ from argosy.model.ops.matmul import processors
 # Tokens of a worker, columns of a tile, and how much of the factors' common dimension a step multiplies.
 _TOKENS, _COLUMNS, _DEPTH = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
 _WORKERS, _STAGES = gl.constexpr(2), gl.constexpr(3)
-# Columns whose activation is computed beside one step.
+# Columns that are finished beside one step.
 _BLOCK = gl.constexpr(32)
 # Tiles below each other that are worked on at the same time: a square of as many tiles as there are multiprocessors loads least.
 _BAND = gl.constexpr(16)
@@ -53,7 +57,7 @@ def _next(stage, phase):
 
 
 @gluon.jit
-def _loader(a, b, b_up, ring, sizes, BACKWARD: gl.constexpr):
+def _loader(a, b, b_up, ring, sizes, THEN: gl.constexpr):
     a_here, b_here, full, free = ring
     row_tiles, column_tiles, steps = sizes
     stage = 0
@@ -66,13 +70,15 @@ def _loader(a, b, b_up, ring, sizes, BACKWARD: gl.constexpr):
             for worker in gl.static_range(_WORKERS):
                 place = [(row * _WORKERS + worker) * _TOKENS, step * _DEPTH]
                 _fetch(a, place, full.index(stage), a_here.index(stage * _WORKERS + worker))
-            if BACKWARD:
-                _fetch(b, [step * _DEPTH, column * _COLUMNS], full.index(stage), b_here.index(stage))
-            else:
+            if THEN == "activation":
                 HALF: gl.constexpr = _COLUMNS // 2
                 place = [column * HALF, step * _DEPTH]
                 _fetch(b, place, full.index(stage), b_here.index(stage).slice(0, HALF))
                 _fetch(b_up, place, full.index(stage), b_here.index(stage).slice(HALF, HALF))
+            elif THEN == "gradients":
+                _fetch(b, [step * _DEPTH, column * _COLUMNS], full.index(stage), b_here.index(stage))
+            else:
+                _fetch(b, [column * _COLUMNS, step * _DEPTH], full.index(stage), b_here.index(stage))
             stage, phase = _next(stage, phase)
 
 
@@ -107,56 +113,69 @@ def _block_place(block, row, column, form, WORKER: gl.constexpr, SPAN: gl.conste
 
 
 @gluon.jit
-def _saved_block(block, row, column, saved, form, WORKER: gl.constexpr, BACKWARD: gl.constexpr):
-    """Return a block of gate and up that the forward pass has saved, if this is the backward pass."""
-    gate = 0
-    up = 0
-    if BACKWARD:
+def _saved_block(block, row, column, saved, form, WORKER: gl.constexpr, THEN: gl.constexpr):
+    """Return a block of gate and up that the forward pass has saved, or of the stream."""
+    first = 0
+    second = 0
+    if THEN != "activation":
         at, inside = _block_place(block, row, column, form, WORKER, _COLUMNS)
-        gate = gl.load(saved[0] + at, mask=inside, other=0.0)
-        up = gl.load(saved[1] + at, mask=inside, other=0.0)
-    return gate, up
+        first = gl.load(saved[0] + at, mask=inside, other=0.0)
+        if THEN == "gradients":
+            second = gl.load(saved[1] + at, mask=inside, other=0.0)
+    return first, second
+
+
+@gluon.jit
+def _with_bias(total, bias, block, column, form):
+    """Return a block of the sum with the bias of its columns."""
+    columns = column * _COLUMNS + block * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, total.type.layout))
+    return total + gl.load(bias + columns, mask=columns < form[1], other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit
 def _finish(
-    block, row, column, here, inputs, outs, form, WORKER: gl.constexpr, KIND: gl.constexpr, BACKWARD: gl.constexpr
+    block, row, column, here, inputs, saved, outs, form, WORKER: gl.constexpr, KIND: gl.constexpr, THEN: gl.constexpr
 ):  # fmt: skip
-    """Compute the activation of a block of a complete product, or its gradients, and write it."""
-    SPAN: gl.constexpr = _COLUMNS if BACKWARD else _COLUMNS // 2
+    """Compute what follows a block of a complete product, and write it."""
+    SPAN: gl.constexpr = _COLUMNS // 2 if THEN == "activation" else _COLUMNS
     first = WORKER * (_COLUMNS // _BLOCK) + block
     at, inside = _block_place(block, row, column, form, WORKER, SPAN)
     product = here.index(first).load(at.type.layout)
-    if BACKWARD:
+    if THEN == "activation":
+        up = here.index(first + SPAN // _BLOCK).load(at.type.layout)
+        gl.store(outs[0] + at, product, mask=inside)
+        gl.store(outs[1] + at, up, mask=inside)
+        value = activation_value(product.to(gl.float32), KIND) * up.to(gl.float32)
+        gl.store(outs[2] + at, value.to(gl.bfloat16), mask=inside)
+    elif THEN == "gradients":
         d = product.to(gl.float32)
         gate = inputs[0].to(gl.float32)
         d_gate = d * inputs[1].to(gl.float32) * activation_slope(gate, KIND)
         gl.store(outs[0] + at, d_gate.to(gl.bfloat16), mask=inside)
         gl.store(outs[1] + at, (d * activation_value(gate, KIND)).to(gl.bfloat16), mask=inside)
     else:
-        up = here.index(first + SPAN // _BLOCK).load(at.type.layout)
-        gl.store(outs[0] + at, product, mask=inside)
-        gl.store(outs[1] + at, up, mask=inside)
-        value = activation_value(product.to(gl.float32), KIND) * up.to(gl.float32)
-        gl.store(outs[2] + at, value.to(gl.bfloat16), mask=inside)
+        total = inputs[0].to(gl.float32) + product.to(gl.float32)
+        if saved[1] is not None:
+            total = _with_bias(total, saved[1], block, column, form)
+        gl.store(outs[0] + at, total.to(gl.bfloat16), mask=inside)
 
 
 @gluon.jit
-def _multiply(total, stage, phase, ring, WORKER: gl.constexpr, BACKWARD: gl.constexpr):
+def _multiply(total, stage, phase, ring, WORKER: gl.constexpr, THEN: gl.constexpr):
     """Begin a step of the matmul, and wait for the step before."""
     a_here, b_here, full, _ = ring
     mbarrier.wait(full.index(stage), phase)
-    b = b_here.index(stage) if BACKWARD else b_here.index(stage).permute((1, 0))
+    b = b_here.index(stage) if THEN == "gradients" else b_here.index(stage).permute((1, 0))
     total = warpgroup_mma(a_here.index(stage * _WORKERS + WORKER), b, total, is_async=True)
     return warpgroup_mma_wait(1, deps=[total])
 
 
 @gluon.jit
 def _worker(
-    ring, here, saved, outs, sizes, form, WORKER: gl.constexpr, KIND: gl.constexpr, BACKWARD: gl.constexpr
+    ring, here, saved, outs, sizes, form, WORKER: gl.constexpr, KIND: gl.constexpr, THEN: gl.constexpr
 ):  # fmt: skip
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
-    BLOCKS: gl.constexpr = (_COLUMNS if BACKWARD else _COLUMNS // 2) // _BLOCK
+    BLOCKS: gl.constexpr = (_COLUMNS // 2 if THEN == "activation" else _COLUMNS) // _BLOCK
     free = ring[3]
     row_tiles, column_tiles, steps = sizes
     # Steps for each block of the product before.
@@ -167,50 +186,50 @@ def _worker(
     # The tile of the product before. There is none at first: nothing past the last row is read or written.
     late_row = row_tiles
     late_column = 0
-    inputs = _saved_block(0, late_row, late_column, saved, form, WORKER, BACKWARD)
+    inputs = _saved_block(0, late_row, late_column, saved, form, WORKER, THEN)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row, column = _place(tile, row_tiles, column_tiles)
         total = gl.zeros([_TOKENS, _COLUMNS], gl.float32, PRODUCT)
         for block in range(BLOCKS):
-            total = _multiply(total, stage, phase, ring, WORKER, BACKWARD)
+            total = _multiply(total, stage, phase, ring, WORKER, THEN)
             if block > 0:
                 mbarrier.arrive(free.index(late_stage), count=1)
-            _finish(block, late_row, late_column, here, inputs, outs, form, WORKER, KIND, BACKWARD)
+            _finish(block, late_row, late_column, here, inputs, saved, outs, form, WORKER, KIND, THEN)
             inputs = _saved_block(
-                block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, BACKWARD
+                block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, THEN
             )
             late_stage = stage
             stage, phase = _next(stage, phase)
             for _ in range(1, pace):
-                total = _multiply(total, stage, phase, ring, WORKER, BACKWARD)
+                total = _multiply(total, stage, phase, ring, WORKER, THEN)
                 mbarrier.arrive(free.index(late_stage), count=1)
                 late_stage = stage
                 stage, phase = _next(stage, phase)
         for _ in range(pace * BLOCKS, steps):
-            total = _multiply(total, stage, phase, ring, WORKER, BACKWARD)
+            total = _multiply(total, stage, phase, ring, WORKER, THEN)
             mbarrier.arrive(free.index(late_stage), count=1)
             late_stage = stage
             stage, phase = _next(stage, phase)
-        inputs = _saved_block(0, row, column, saved, form, WORKER, BACKWARD)
+        inputs = _saved_block(0, row, column, saved, form, WORKER, THEN)
         total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(free.index(late_stage), count=1)
         _put(total.to(gl.bfloat16), here, WORKER * (_COLUMNS // _BLOCK), _COLUMNS)
         late_row = row
         late_column = column
     for block in range(BLOCKS):
-        _finish(block, late_row, late_column, here, inputs, outs, form, WORKER, KIND, BACKWARD)
+        _finish(block, late_row, late_column, here, inputs, saved, outs, form, WORKER, KIND, THEN)
         inputs = _saved_block(
-            block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, BACKWARD
+            block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, THEN
         )
 
 
 @gluon.jit
-def _mlp_gemm(
-    a, b, b_up, gate, up, out, out_up, value, row_tiles, column_tiles, steps, height, width, KIND: gl.constexpr,
-    BACKWARD: gl.constexpr,
+def _gemm_beside(
+    a, b, b_up, gate_or_stream, up_or_bias, out, out_up, value, row_tiles, column_tiles, steps, height, width, KIND: gl.constexpr,
+    THEN: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK * 2, element_bitwidth=16, rank=2)
-    B_SHAPE: gl.constexpr = [_STAGES, _DEPTH, _COLUMNS] if BACKWARD else [_STAGES, _COLUMNS, _DEPTH]
+    B_SHAPE: gl.constexpr = [_STAGES, _DEPTH, _COLUMNS] if THEN == "gradients" else [_STAGES, _COLUMNS, _DEPTH]
     a_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * _WORKERS, _TOKENS, _DEPTH], a.layout)
     b_here = gl.allocate_shared_memory(gl.bfloat16, B_SHAPE, b.layout)
     here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS * (_COLUMNS // _BLOCK), _TOKENS, _BLOCK], BLOCKS)
@@ -222,13 +241,13 @@ def _mlp_gemm(
     fence_async_shared()
     ring = (a_here, b_here, full, free)
     sizes = (row_tiles, column_tiles, steps)
-    saved = (gate, up)
+    saved = (gate_or_stream, up_or_bias)
     outs = (out, out_up, value)
     form = (height, width)
     gl.warp_specialize([
-        (_worker, (ring, here, saved, outs, sizes, form, 0, KIND, BACKWARD)),
-        (_worker, (ring, here, saved, outs, sizes, form, 1, KIND, BACKWARD)),
-        (_loader, (a, b, b_up, ring, sizes, BACKWARD)),
+        (_worker, (ring, here, saved, outs, sizes, form, 0, KIND, THEN)),
+        (_worker, (ring, here, saved, outs, sizes, form, 1, KIND, THEN)),
+        (_loader, (a, b, b_up, ring, sizes, THEN)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -236,8 +255,8 @@ def gated_products(x: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tens
     """Return x gate^T, x up^T and activation(x gate^T) (x up^T), for x [tokens, in] and weights [width, in]."""
     out, out_up, value = (torch.empty((len(x), len(up)), dtype=x.dtype, device=x.device) for _ in range(3))
     span = _COLUMNS.value // 2
-    b, b_up = (_described(weight, span, _DEPTH.value) for weight in (gate, up))
-    _launch(x, span, b, b_up, None, None, out, out_up, value, kind, False)
+    factors = [_described(weight, span, _DEPTH.value) for weight in (gate, up)]
+    _launch(x, span, factors, (None, None), (out, out_up, value), kind, "activation")
     return out, out_up, value
 
 
@@ -246,22 +265,34 @@ def gated_gradients(d_y: Tensor, down: Tensor, gate: Tensor, up: Tensor, kind: s
     of the third times down^T, where down is [out, width]."""
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     factor = _described(down, _DEPTH.value, _COLUMNS.value)
-    _launch(d_y, _COLUMNS.value, factor, None, gate, up, d_gate, d_up, None, kind, True)
+    _launch(d_y, _COLUMNS.value, (factor, None), (gate, up), (d_gate, d_up, None), kind, "gradients")
     return d_gate, d_up
 
 
+def add_product(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return stream + x weight^T + bias, for stream [tokens, out], x [tokens, in] and weight [out, in]. The product is rounded first."""
+    out = torch.empty_like(stream)
+    factor = _described(weight, _COLUMNS.value, _DEPTH.value)
+    _launch(x, _COLUMNS.value, (factor, None), (stream, bias), (out, None, None), None, "sum")
+    return out
+
+
 def _launch(
-    a: Tensor, span: int, b: TensorDescriptor, b_up: TensorDescriptor | None, gate: Tensor | None, up: Tensor | None, out: Tensor,
-    out_up: Tensor, value: Tensor | None, kind: str, backward: bool,
+    a: Tensor, span: int, factors: Sequence[TensorDescriptor | None], saved: Sequence[Tensor | None],
+    outs: tuple[Tensor, Tensor | None, Tensor | None], kind: str | None, then: str,
 ) -> None:  # fmt: skip
-    tokens, width = out.shape
+    """Multiply a and the factors, `span` columns of each at a time.
+
+    Args:
+        saved: what the kernel reads beside: gate and up, or the stream and a bias."""
+    tokens, width = outs[0].shape
     steps = triton.cdiv(a.shape[1], _DEPTH.value)
     if steps < span // _BLOCK.value:
         raise ValueError(f"{steps} steps cannot have {span // _BLOCK.value} blocks of columns beside them")
     row_tiles, column_tiles = triton.cdiv(tokens, _WORKERS.value * _TOKENS.value), triton.cdiv(width, span)
-    _mlp_gemm[(min(processors(a.device), row_tiles * column_tiles),)](
-        _described(a, _TOKENS.value, _DEPTH.value), b, b_up, gate, up, out, out_up, value, row_tiles, column_tiles,
-        steps, tokens, width, kind, backward, num_warps=4,
+    _gemm_beside[(min(processors(a.device), row_tiles * column_tiles),)](
+        _described(a, _TOKENS.value, _DEPTH.value), *factors, *saved, *outs, row_tiles, column_tiles, steps, tokens,
+        width, kind, then, num_warps=4,
     )  # fmt: skip
 
 

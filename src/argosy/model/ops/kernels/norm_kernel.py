@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
+from argosy.model.ops.kernels.row_sums_kernel import bias_gradient, sum_rows
 from argosy.model.ops.largest import SLOTS, note
-from argosy.model.ops.token_sums import note_sums, noted_sums, want_sums, wants_sums
+from argosy.model.ops.token_sums import note_sums, want_sums, wants_sums
 
 # The backward pass has at least so many programs, four for each multiprocessor of an H100 or H200, and in all at least so many warps, about
 # eight. Each program notes one largest magnitude, so there are at most SLOTS programs.
@@ -223,10 +223,7 @@ class Add(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_out = gradients[0].contiguous()
-        if not ctx.needs_input_grad[2]:
-            return d_out, d_out, None
-        sums = noted_sums(d_out)
-        return d_out, d_out, column_sums(d_out, ctx.bias_dtype) if sums is None else sums.to(ctx.bias_dtype)
+        return d_out, d_out, bias_gradient(d_out, ctx.bias_dtype) if ctx.needs_input_grad[2] else None
 
 
 def _warps(block: int) -> int:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.model.ops.token_sums import noted_sums
+
 # A tile of `sum_rows`, and one of `column_sums`, whose programs have several below each other.
 _ROWS, _COLS = 64, 32
 _HEIGHT, _WIDTH, _TILES_DOWN = 16, 256, 16
@@ -59,3 +61,9 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     parts = torch.empty((chunks, width), dtype=torch.float32, device=x.device)
     _column_sums[(triton.cdiv(width, _WIDTH), chunks)](x, parts, rows, width, _HEIGHT, _WIDTH, _TILES_DOWN, num_warps=4)
     return sum_rows(parts, dtype)
+
+
+def bias_gradient(d_y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of a bias that was added to every row of y, as noted with the gradient of y, or summed here."""
+    sums = noted_sums(d_y)
+    return column_sums(d_y, dtype) if sums is None else sums.to(dtype)

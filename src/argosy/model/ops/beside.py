@@ -1,0 +1,42 @@
+"""Where Argosy's matmul kernels for Hopper serve, which compute beside a matmul what follows another (`kernels/hopper_matmul.py`)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from argosy.model.ops.hopper import gluon_refusal
+from argosy.model.ops.matmul import filled, processors
+
+# The versions of Triton that the kernels were measured with.
+_MEASURED = ("3.6.", "3.7.")
+# A tile of the kernels. Each of its 8 blocks of columns needs a step of 64 of the dimension that the factors share.
+_TILE = (128, 256)
+_LEAST_DEPTH = 512
+# The least part of the GPU that the tiles keep busy.
+_LEAST_FILLED = 0.9
+
+
+def may_serve(x: Tensor) -> bool:
+    """Return whether the kernels can read x. Tells it before weights are looked at, which takes time where they are sharded."""
+    return x.dtype == torch.bfloat16 and is_loadable(x) and _runs_on(x.device)
+
+
+def is_loadable(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    return gluon_refusal(device, _MEASURED) is None
+
+
+@cache
+def fits(device: torch.device, tokens: int, depth: int, width: int, *, factors: int = 1) -> bool:
+    """Return whether the kernels can multiply [tokens, depth] by as many factors [depth, width], and fill the GPU."""
+    # Rows begin at multiples of 16 bytes. Triton reads and writes so many at a time only if it knows that their length is a multiple of 16.
+    if not tokens or depth % 8 or width % 16 or depth < _LEAST_DEPTH:
+        return False
+    return filled(tokens, factors * width, _TILE, 1, processors(device)) >= _LEAST_FILLED
