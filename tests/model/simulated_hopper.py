@@ -89,21 +89,22 @@ class Barrier:
 
 
 class Slot:
-    """A piece of shared memory that is loaded, stored or read as a whole."""
+    """A piece of shared memory that is stored or read as a whole, and loaded as a whole or in rows."""
 
     def __init__(self, shape: Iterable[int], dtype: str) -> None:
         self.shape = tuple(shape)
         self.bytes = BYTES[dtype] * int(np.prod(self.shape))
         self.values: Any = None
         self.readers = 0
-        self.loading = False
+        # The rows that are being loaded.
+        self.loading: list[range] = []
 
     def permute(self, _: object) -> Part:
         return Part(self, transposed=True)
 
-    def slice(self, start: int, size: int, dim: int) -> Part:
-        assert dim == 1
-        return Part(self, columns=slice(start, start + size))
+    def slice(self, start: int, size: int, dim: int = 0) -> Part:
+        chosen = slice(start, start + size)
+        return Part(self, columns=chosen) if dim else Part(self, rows=chosen)
 
     def store(self, values: Any) -> None:
         if self.readers or self.loading:
@@ -120,14 +121,15 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """Columns of a slot, or its transpose, as an operand of a matmul."""
+    """Rows or columns of a slot, or its transpose."""
 
     slot: Slot
     transposed: bool = False
+    rows: slice = slice(None)
     columns: slice = slice(None)
 
     def read(self) -> Any:
-        values = self.slot.read()[:, self.columns]
+        values = self.slot.read()[self.rows, self.columns]
         return values.T if self.transposed else values
 
 
@@ -165,7 +167,8 @@ class Pointer:
 
 
 class Matmul:
-    """An asynchronous matmul. Its operands in shared memory must not change until it is waited for."""
+    """An asynchronous matmul. Its operands in shared memory must not change, and nothing but another may add to it, until it is waited
+    for."""
 
     def __init__(self, left: Any, right: Any, accumulator: Any, use_acc: bool) -> None:
         self.operands = [Part(x) if isinstance(x, Slot) else x for x in (left, right)]
@@ -184,6 +187,11 @@ class Matmul:
         left, right = (x.read() if isinstance(x, Part) else np.asarray(x) for x in self.operands)
         start = self.accumulator.result if isinstance(self.accumulator, Matmul) else self.accumulator
         self.result = tensor(left @ right + start)
+
+    def __getattr__(self, name: str) -> Any:
+        raise Fault("the result of a matmul is used before it is complete")
+
+    __add__ = __mul__ = __rmul__ = __sub__ = __getattr__
 
 
 class Group:
@@ -244,6 +252,7 @@ class Machine:
 
     def run(self, kernel: Callable[..., None], programs: int, *given: Any) -> None:
         """Run the programs of a kernel to their end."""
+        self.programs = programs
         for self.program in range(programs):
             kernel(*given)
         try:
@@ -293,17 +302,25 @@ class Machine:
 
         return SimpleNamespace(init=Barrier.init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: None)
 
-    def _load(self, matrix: Matrix, place: list[int], barrier: Barrier, slot: Slot) -> None:
+    def _load(self, matrix: Matrix, place: list[int], barrier: Barrier, part: Slot | Part) -> None:
         self._pause()
-        if slot.readers or slot.loading:
+        slot, part = (part.slot, part) if isinstance(part, Part) else (part, Part(part))
+        height, width = slot.shape
+        rows = range(*part.rows.indices(height))
+        if slot.readers or any(rows[0] in other or other[0] in rows for other in slot.loading):
             raise Fault("a slot is loaded while it is read or loaded")
-        slot.loading = True
+        slot.loading.append(rows)
         row, column = place
-        rows, columns = slot.shape
 
         def finish() -> None:
-            slot.values, slot.loading = matrix.values[row : row + rows, column : column + columns].copy(), False
-            barrier.add_bytes(-slot.bytes)
+            if slot.values is None:
+                slot.values = np.full(slot.shape, np.nan, matrix.values.dtype)
+            # What is past the end of the matrix is zero.
+            found = matrix.values[row : row + len(rows), column : column + width]
+            slot.values[part.rows] = 0
+            slot.values[rows[0] : rows[0] + found.shape[0], : found.shape[1]] = found
+            slot.loading.remove(rows)
+            barrier.add_bytes(-slot.bytes * len(rows) // height)
 
         self.transfers.append(finish)
 
@@ -344,9 +361,7 @@ class Machine:
         while len(self.current.matmuls) > most:
             self._pause()
             self.current.matmuls.pop(0).finish()
-        results = [x.result if isinstance(x, Matmul) else x for x in deps]
-        if any(x is None for x in results):
-            raise Fault("the result of a matmul is used before it is complete")
+        results = [x if not isinstance(x, Matmul) or x.result is None else x.result for x in deps]
         return results[0] if len(results) == 1 else results
 
     def _language(self) -> Any:
@@ -364,15 +379,15 @@ class Machine:
             return Slots([Barrier() if dtype == "int64" else Slot(shape[1:], dtype) for _ in range(shape[0])])
 
         names: dict[str, Any] = {name: name for name in ("float32", "bfloat16", "int64", "int32")}
-        layouts = ("Blocked", "Slice", "NVMMADistributed", "DotOperand", "SwizzledShared")
-        names |= {f"{name}Layout": lambda *_: None for name in layouts}
+        layouts = ("Blocked", "Slice", "NVMMADistributed", "NVMMAShared", "DotOperand", "SwizzledShared")
+        names |= {f"{name}Layout": lambda *_, **__: None for name in layouts}
         return SimpleNamespace(
             **names, warp_specialize=warp_specialize, atomic_add=atomic_add, allocate_shared_memory=allocate, load=_read, store=_write,
             inline_asm_elementwise=_assembly, static_range=range, convert_layout=lambda x, _: x, max=_reduce(np.max), sum=_reduce(np.sum),
             minimum=lambda a, b: Number(min(a, b)), maximum=lambda a, b: tensor(np.maximum(a, b)), arange=lambda a, b, _: tensor(np.arange(a, b)),
             zeros=lambda shape, *_: tensor(np.zeros(shape, np.float32)), full=lambda shape, value, *_: tensor(np.full(shape, value)),
             zeros_like=lambda x: tensor(np.zeros_like(x)), where=lambda *x: tensor(np.where(*x)),
-            program_id=lambda _: Number(self.current.program),
+            program_id=lambda _: Number(self.current.program), num_programs=lambda _: Number(self.programs),
         )  # fmt: skip
 
 
@@ -384,14 +399,19 @@ def _reduce(compute: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
-def _read(pointer: Pointer) -> Any:
-    values = pointer.memory.values[pointer.offset]
-    return Number(values) if isinstance(values, np.integer) else tensor(values)
+def _read(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Any:
+    values = np.where(mask, pointer.memory.values[np.where(mask, pointer.offset, 0)], other)
+    return (
+        Number(values)
+        if values.ndim == 0 and np.issubdtype(pointer.memory.values.dtype, np.integer)
+        else tensor(values)
+    )
 
 
-def _write(pointer: Pointer, values: Any) -> None:
-    pointer.memory.values[pointer.offset] = values
-    pointer.memory.written[pointer.offset] += 1
+def _write(pointer: Pointer, values: Any, mask: Any = True) -> None:
+    chosen, values, offset = np.broadcast_arrays(mask, np.asarray(values), pointer.offset)
+    pointer.memory.values[offset[chosen]] = values[chosen]
+    pointer.memory.written[offset[chosen]] += 1
 
 
 _HIDE = re.compile(
