@@ -104,7 +104,8 @@ def test_a_run_may_resume_with_other_padding(write_spec: Callable[..., Path], tm
             assert train(resolve(path, [f"name={name}", *overrides]), path, TrainOptions(quiet=True)) == 0
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / "runs" / name / "metrics.jsonl").values()]
     assert len(losses["one"]) == 4
-    assert losses["two"] == pytest.approx(losses["one"], rel=1e-6)
+    # On a GPU the runs are in bf16, and matmuls of other widths add up in another order.
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4 if torch.cuda.is_available() else 1e-6)
 
 
 @pytest.mark.parametrize(
