@@ -24,9 +24,8 @@ from argosy.model.ops.kernels import hopper_matmul
 from argosy.model.ops.matmul import listen, weights_later
 from argosy.parallel.transformer_blocks import recompute_block
 from argosy.train.kernel_profile import kind_of
+from model.small_matmuls import DEVICE, HOPPER, small_shapes
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HOPPER = beside._runs_on(DEVICE)
 # Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
 if HOPPER:
@@ -72,14 +71,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return run(*args)
 
         monkeypatch.setattr(hopper_matmul, name, call)
-    if not HOPPER:
-        monkeypatch.setattr(beside, "gluon_refusal", lambda device, versions: None)
-    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.0)
-    for cached in (beside.fits, beside._runs_on):
-        cached.cache_clear()
-    yield found
-    for cached in (beside.fits, beside._runs_on):
-        cached.cache_clear()
+    with small_shapes(monkeypatch):
+        yield found
 
 
 def drawn(tokens: int, hidden: int, width: int) -> list[Tensor]:

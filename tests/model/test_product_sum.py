@@ -22,9 +22,8 @@ from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel, r
 from argosy.model.ops.matmul import weights_later
 from argosy.parallel.tensor.apply import _connect
 from argosy.parallel.transformer_blocks import apply_recompute
+from model.small_matmuls import DEVICE, HOPPER, small_shapes
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HOPPER = beside._runs_on(DEVICE)
 # Tokens, inner and outer width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
 if HOPPER:
@@ -52,17 +51,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
     monkeypatch.setattr(hopper_matmul, "add_product", add_product)
-    if not HOPPER:
-        monkeypatch.setattr(beside, "gluon_refusal", lambda device, versions: None)
-    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.0)
     # Interpreted, each program takes milliseconds.
     monkeypatch.setattr(norm_kernel, "_PROGRAMS", 2)
     monkeypatch.setattr(heads_kernel, "_TILES_DOWN", 1)
-    for cached in (beside.fits, beside._runs_on):
-        cached.cache_clear()
-    yield found
-    for cached in (beside.fits, beside._runs_on):
-        cached.cache_clear()
+    with small_shapes(monkeypatch):
+        yield found
 
 
 def drawn(tokens: int, depth: int, width: int, biased: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

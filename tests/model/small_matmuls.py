@@ -1,0 +1,30 @@
+"""What the tests of the matmul kernels for Hopper share: whether they run here, and that they serve small shapes too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from argosy.model.ops import beside
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HOPPER = beside._runs_on(DEVICE)
+
+
+@contextmanager
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the kernels, or what the caller has put in their place, serve shapes that do not fill a GPU."""
+    if not HOPPER:
+        monkeypatch.setattr(beside, "gluon_refusal", lambda device, versions: None)
+    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.0)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    for cached in (beside.fits, beside._runs_on):
+        cached.cache_clear()
