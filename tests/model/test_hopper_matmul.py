@@ -62,7 +62,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             value = value_of(kind, *leaves)
         return tuple(t.bfloat16() for t in torch.autograd.grad(value, leaves, d_y.float() @ down.float()))
 
-    for twin in (gated_products, gated_gradients):
+    def add_product(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None
+        return (stream.float() + (x.float() @ weight.float().t()).bfloat16().float()).bfloat16()
+
+    for twin in (gated_products, gated_gradients, add_product):
         name = twin.__name__
         run: Any = getattr(hopper_matmul, name) if HOPPER else twin
 
@@ -85,13 +89,22 @@ def drawn(tokens: int, hidden: int, width: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), SHAPES)
-def test_results_and_gradients_are_those_of_32_bits(tokens: int, hidden: int, width: int, kind: str) -> None:
+def test_results_and_gradients_are_those_of_32_bits(
+    tokens: int, hidden: int, width: int, added: bool, kind: str, calls: list[str]
+) -> None:
     leaves = drawn(tokens, hidden, width)
     x, gate, up, down = leaves
+    # Where the kernel could not add, a model does not ask it to.
+    added = added and (not HOPPER or (width >= 512 and hidden % 16 == 0))
+    stream = torch.randn_like(x).requires_grad_() if added else None
+    leaves += [] if stream is None else [stream]
     d_y = torch.randn_like(x)
-    y = mlp.gated_mlp(x, kind, gate, up, down)
+    y = mlp.gated_mlp(x, kind, gate, up, down, stream)
+    assert calls == ["gated_products"] + ([] if stream is None else ["add_product"])
     exact = ACTIVATIONS[kind](x.float() @ gate.float().t()) * (x.float() @ up.float().t()) @ down.float().t()
+    exact = exact if stream is None else exact + stream.float()
     ours = [y, *torch.autograd.grad(y, leaves, d_y)]
     theirs = [exact, *torch.autograd.grad(exact, leaves, d_y.float())]
     for one, other in zip(ours, theirs, strict=True):
@@ -155,7 +168,31 @@ def test_a_model_uses_them(kind: str, calls: list[str]) -> None:
     assert found[0].shape == found[1].shape == (2, 32, 512)
 
 
-WHY_NOT = ["no gate", "biases", "8-bit floats", "adapters", "32 bits", "a transposed input", "no tokens", "few tiles"]
+def test_a_model_adds_its_output_to_a_stream(calls: list[str]) -> None:
+    module, x = module_of("swiglu", width=512), tokens()
+    stream = torch.randn_like(x).requires_grad_()
+    with kernels(on=True):
+        assert module.down.adds_to(stream)
+        y = module(x, stream)
+        expected = stream + module(x)
+    assert calls == ["gated_products", "add_product", "gated_products"]
+    assert torch.equal(y, expected)
+    parts = [stream, *module.parameters()]
+    d_y = torch.randn_like(y)
+    assert all(map(torch.equal, torch.autograd.grad(y, parts, d_y), torch.autograd.grad(expected, parts, d_y)))
+
+
+WHY_NOT = [
+    "a bias of the output",
+    "no gate",
+    "biases",
+    "8-bit floats",
+    "adapters",
+    "32 bits",
+    "a transposed input",
+    "no tokens",
+    "few tiles",
+]
 WHY_NOT += ["a small model", "a narrow row", "a shifted weight", "a transposed weight", "a weight of 32 bits"]
 
 
@@ -167,6 +204,8 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
         module.up.fp8 = True
     elif why == "adapters":
         module.down.lora_scale = 1.0
+    elif why == "a bias of the output":
+        module.down.bias = torch.nn.Parameter(torch.zeros(512, device=DEVICE, dtype=x.dtype))
     elif why == "32 bits":
         module, x = module.float(), x.float()
     elif why == "a transposed input":
@@ -188,6 +227,13 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
     elif why == "a weight of 32 bits":
         module.up.weight = torch.nn.Parameter(module.up.weight.float())
     assert module._fused(x) is None
+
+
+@pytest.mark.parametrize(("factors", "filled"), [(1, False), (2, True)])
+def test_tiles_of_all_factors_count(factors: int, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.9)
+    monkeypatch.setattr(beside, "processors", lambda device: 132)
+    assert beside.fits(DEVICE, 66 * 128, 512, 256, factors=factors) == filled
 
 
 @pytest.mark.parametrize(("version", "runs"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", False), ("3.60.0", False)])
@@ -321,12 +367,12 @@ from argosy.model.ops.kernels import hopper_matmul
 
 kernel = hopper_matmul._gemm_beside
 forms = [(then, kind) for then in ("activation", "gradients") for kind in ("silu", "gelu_tanh")]
-for then, kind in (*forms, ("sum", None), ("sum", "no bias")):
+for then, kind, biased in (*((*form, False) for form in forms), ("sum", None, False), ("sum", None, True)):
     weights = {"activation": (128, 64), "gradients": (64, 256), "sum": (256, 64)}
     described = {"a": (64, 64), "b": weights[then]} | ({"b_up": weights[then]} if then == "activation" else {})
     types = {name: f"tensordesc<bf16[{rows}, {columns}],{hopper_matmul._LAYOUT!r}>" for name, (rows, columns) in described.items()}
     pointers = {"activation": ["out_up", "value"], "gradients": ["out_up", "gate_or_stream", "up_or_bias"], "sum": ["gate_or_stream"]}
-    pointers["sum"] += ["up_or_bias"] if kind is None else []
+    pointers["sum"] += ["up_or_bias"] if biased else []
     types |= dict.fromkeys(["out", *pointers[then]], "*bf16")
     absent = [name for name in ("b_up", "gate_or_stream", "up_or_bias", "out_up", "value") if name not in types]
     constants = dict.fromkeys(absent) | {"KIND": kind, "THEN": then}

@@ -343,8 +343,8 @@ def test_rows_of_whole_blocks_and_a_rest(
     """Blocks of 512 logits: only the last one is compared with the ends of the vocabulary and of the row."""
     monkeypatch.setattr(cross_entropy_kernel, "_LANES", 64)
     logits = F.pad(5 * torch.randn(6, vocab), (0, width - vocab)).to(DEVICE, dtype)
-    logits[1, 7], logits[2, :vocab], logits[3, 5] = 300, -200, -float("inf")
     labels = torch.tensor([0, vocab - 1, vocab // 2, 511 % vocab, IGNORED, 7], device=DEVICE)
+    logits[0, 0], logits[1, 7], logits[2, :vocab], logits[3, 5] = 299.5, 300, -200, -float("inf")
     exact = logits[:, :vocab].double().requires_grad_()
     expected = F.cross_entropy(exact, labels, reduction="none", ignore_index=IGNORED)
     lse = exact.logsumexp(1) * (labels != IGNORED)
@@ -352,6 +352,9 @@ def test_rows_of_whole_blocks_and_a_rest(
     with kernels(True):
         losses, cross_entropies = cross_entropy.softmax_loss_(logits, labels, 1e-3, True, vocab)
     torch.testing.assert_close(cross_entropies.double(), expected.detach(), rtol=1e-5, atol=1e-4)
+    # That of a label without a rival is zero, however large its logit is.
+    assert cross_entropies[0] == 0
+    assert (cross_entropies >= 0).all()
     torch.testing.assert_close(losses.double(), (expected + 1e-3 * lse.square()).detach(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(
         logits[:, :vocab].double(), exact.grad, rtol=max(TOLERANCE[dtype], 1e-3) / 2, atol=TOLERANCE[dtype] / 1000

@@ -45,6 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
 
     def add_product(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         found.append(weight.shape)
+        assert all(map(beside.is_loadable, (stream, x, weight)))
         if HOPPER and x.dtype == torch.bfloat16:
             return kernel(stream, x, weight, bias)
         total = stream.float() + (x.float() @ weight.float().t()).to(x.dtype).float()
@@ -137,7 +138,7 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(why: str, monkeypatch: pyt
         weight = weight.t().contiguous().t()
     elif why == "a weight of 32 bits":
         weight = weight.float()
-    assert product_sum.serves(stream, weight) == (why == "nothing")
+    assert product_sum.serves_sum(stream, weight) == (why == "nothing")
 
 
 def small(preset: str, *more: str) -> nn.Module:
@@ -152,13 +153,13 @@ def small(preset: str, *more: str) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module) -> list[Tensor]:
+def trained(model: nn.Module, *, decoded: bool = False) -> list[Tensor]:
     """Return the loss of a model on a few tokens, and the gradients of its parameters."""
     torch.manual_seed(3)
     tokens, labels = torch.randint(0, 97, (2, 1, 4), device=DEVICE)
     model.zero_grad()
     with kernels(True):
-        loss: Any = model(tokens, labels)
+        loss: Any = model(tokens, labels, **({"decoder_tokens": tokens.flip(1)} if decoded else {}))
         loss.total.backward()
     return [loss.total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -175,6 +176,8 @@ MODELS = {
     "llama3-1b": (("kv_heads=2",), [ATTENTION, DOWN]),
     # Experts are added by a pass of their own.
     "mixtral-8x7b": (("kv_heads=2", "moe.experts=4", "moe.ffn=40"), [ATTENTION]),
+    # Of the decoder's blocks, whose cross-attention comes in between, only the last matmul.
+    "t5-v1.1-small": (("decoder_layers=1", "dropout=0"), [ATTENTION, DOWN, DOWN]),
     # A norm comes in between.
     "gemma3-270m": (("kv_heads=2",), []),
     "bert-base": (("pair=none", "dropout=0"), []),
@@ -188,10 +191,11 @@ def test_a_whole_model_is_the_same_with_and_without_it(
 ) -> None:
     more, expected = MODELS[preset]
     model = small(preset, *more)
-    ours = trained(model)
+    decoded = preset.startswith("t5")
+    ours = trained(model, decoded=decoded)
     assert calls == expected
     monkeypatch.setattr(AttentionBlock, "fuses_sums", False)
-    for one, other in zip(ours, trained(model), strict=True):
+    for one, other in zip(ours, trained(model, decoded=decoded), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
@@ -201,6 +205,32 @@ def test_the_norm_that_follows_sums_the_gradient_of_the_bias(monkeypatch: pytest
     expected = trained(model)
     monkeypatch.delattr(row_sums_kernel, "column_sums")
     assert all(map(torch.equal, trained(model), expected))
+
+
+def test_a_frozen_bias_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, x, weight, bias = drawn(64, 512, 64, True)
+    assert bias is not None
+    bias.requires_grad_(False)
+    monkeypatch.delattr(row_sums_kernel, "column_sums")
+    product_sum.product_sum(stream, x, weight, bias).sum().backward()
+    assert stream.grad is not None
+    assert (stream.grad == 1).all()
+
+
+def test_a_gradient_that_is_not_contiguous_is_summed() -> None:
+    stream, x, weight, bias = drawn(64, 512, 64, True)
+    assert bias is not None
+    product_sum.product_sum(stream, x, weight, bias).sum().backward()
+    assert bias.grad is not None
+    assert (bias.grad == 64).all()
+
+
+@pytest.mark.usefixtures("any_shape")
+def test_it_is_not_used_where_kernels_are_off(calls: list[torch.Size]) -> None:
+    model = small("gpt2")
+    with kernels(False):
+        model(torch.zeros(1, 4, dtype=torch.long, device=DEVICE))
+    assert not calls
 
 
 @pytest.mark.usefixtures("any_shape")

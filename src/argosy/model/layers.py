@@ -4,7 +4,7 @@ The query, key and value projections are one matrix, laid out group by group: fo
 key, then its value. Cutting the rows into equal tensor-parallel shards therefore never cuts a head.
 
 The operation that reads a matmul's output adds the bias, which costs nothing there. `Linear` holds `weight` and `bias`,
-but its forward pass is the matmul alone.
+but its forward pass is the matmul alone. `Linear.add_to` adds both to the residual stream.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.mlp import gated_mlp, serves
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
-from argosy.model.ops.product_sum import product_sum
-from argosy.model.ops.product_sum import serves as serves_sum
+from argosy.model.ops.product_sum import product_sum, serves_sum
 from argosy.model.positions import Across, Context
 from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
 
@@ -164,7 +163,8 @@ class Attention(nn.Module):
         self.k_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x: Tensor, context: Context, stream: Tensor | None = None) -> Tensor:
-        """Return the attention output [batch, seq, hidden], without the output projection's bias, or added to the residual stream."""
+        """Return the attention output [batch, seq, hidden], without the output projection's bias; or the sum of the residual stream, the
+        output and the bias."""
         normed = self.q_norm is not None
         q, k, v = project_heads(self.qkv, x, None if normed else context.rope, group=self.group, head_dim=self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -215,7 +215,8 @@ class MLP(nn.Module):
         self.fuses_activation = True
 
     def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """Return the MLP output [batch, seq, hidden], without the down projection's bias, or added to the residual stream."""
+        """Return the MLP output [batch, seq, hidden], without the down projection's bias; or the sum of the residual stream, the output
+        and the bias."""
         fused = self._fused(x, stream) if use_kernel(x) else None
         if fused is not None:
             return fused
@@ -235,7 +236,7 @@ class MLP(nn.Module):
             return fp8_mlp(x, self.activation, weights, biases, self.down.weight)
         if self.gate is None or not self.fuses_activation or not all(layer.plain for layer in layers):
             return None
-        if self.gate.bias is not None or self.up.bias is not None or not may_serve(x):
+        if any(layer.bias is not None for layer in layers) or not may_serve(x):
             return None
         factors = (self.gate.weight, self.up.weight, self.down.weight)
         return gated_mlp(x, self.activation, *factors, stream) if serves(x, *factors) else None

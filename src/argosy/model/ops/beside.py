@@ -1,4 +1,4 @@
-"""Where Argosy's matmul kernels for Hopper serve, which compute beside a matmul what follows another (`kernels/hopper_matmul.py`)."""
+"""The decision whether Argosy's matmul kernels for Hopper (`kernels/hopper_matmul.py`) can run, and fill the GPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def may_serve(x: Tensor) -> bool:
 
 
 def is_loadable(x: Tensor) -> bool:
+    """Return whether x lies in memory as TMA transfers need it."""
     return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
@@ -35,7 +36,7 @@ def _runs_on(device: torch.device) -> bool:
 
 @cache
 def fits(device: torch.device, tokens: int, depth: int, width: int, *, factors: int = 1) -> bool:
-    """Return whether the kernels can multiply [tokens, depth] by as many factors [depth, width], and fill the GPU."""
+    """Return whether the kernels can multiply [tokens, depth] by `factors` matrices [depth, width], and fill the GPU."""
     # Rows begin at multiples of 16 bytes. Triton reads and writes so many at a time only if it knows that their length is a multiple of 16.
     if not tokens or depth % 8 or width % 16 or depth < _LEAST_DEPTH:
         return False

@@ -1,7 +1,7 @@
 """A matmul's output added to the residual stream by the kernel that multiplies, on Hopper.
 
 Otherwise the norm that follows reads the output and the stream, or at a block's end a pass of its own (`argosy.model.ops.norm`). The
-results are the same: the output is rounded before it is added.
+output is rounded before it is added, as it is there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from argosy.model.ops.matmul import Products
 from argosy.model.ops.token_sums import want_sums
 
 
-def serves(stream: Tensor, weight: Tensor) -> bool:
+def serves_sum(stream: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel can add a product with the weight [out, in] to the stream, and fills the GPU."""
     if not may_serve(stream) or weight.dtype != stream.dtype or not is_loadable(weight):
         return False
@@ -25,7 +25,7 @@ def serves(stream: Tensor, weight: Tensor) -> bool:
 
 
 def product_sum(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return stream + x weight^T + bias. Call it only if `serves` says so."""
+    """Return stream + x weight^T + bias. Call it only if `serves_sum` says so."""
     out: Tensor = _ProductSum.apply(x, weight, None, stream, bias)
     return out
 

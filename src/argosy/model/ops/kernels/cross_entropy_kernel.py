@@ -17,8 +17,8 @@ from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
 
-# Programs are large, so that few rows are in flight and a row is still cached at the second read: threads, and logits of
-# each of them at a time, half as many in narrow rows.
+# Programs are large, so that few rows are in flight and a row is still cached at the second read: _LANES threads, with _EACH logits at a
+# time. Rows of up to _NARROW logits have half as many.
 _LANES, _EACH, _NARROW = 1024, 16, 1 << 16
 # Exponentials are powers of 2.
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -26,10 +26,11 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _raise_sums(x, highest, total):
-    """Return the maximum of each lane's logits, in powers of 2, and the sum of their exponentials relative to it."""
+    """Return the maximum of each lane's logits, and the sum of their exponentials relative to it."""
     higher = tl.maximum(highest, tl.max(x, 1))
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    return higher, total * tl.exp2(highest - safe) + tl.sum(tl.exp2(x - safe[:, None]), 1)
+    # The maximum stays a logit: its loss, if it is the label's, is then never below zero.
+    return higher, total * tl.exp2((highest - safe) * _LOG2_E) + tl.sum(tl.exp2((x - safe[:, None]) * _LOG2_E), 1)
 
 
 @triton.jit
@@ -42,17 +43,18 @@ def _log_sum_exp(start, width, vocab, LANES: tl.constexpr, EACH: tl.constexpr):
     whole = vocab // (LANES * EACH) * (LANES * EACH)
     for first in range(0, whole, LANES * EACH):
         x = tl.load(start + first + cols, eviction_policy="evict_last").to(tl.float32)
-        highest, total = _raise_sums(x * _LOG2_E, highest, total)
+        highest, total = _raise_sums(x, highest, total)
     if whole < vocab:
         cols += whole
         x = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        highest, total = _raise_sums(tl.where(cols < vocab, x * _LOG2_E, float("-inf")), highest, total)
+        highest, total = _raise_sums(tl.where(cols < vocab, x, float("-inf")), highest, total)
     peak = tl.max(highest, 0)
-    return (peak + tl.log2(tl.sum(total * tl.exp2(highest - peak), 0))) / _LOG2_E
+    return peak + tl.log2(tl.sum(total * tl.exp2((highest - peak) * _LOG2_E), 0)) / _LOG2_E
 
 
 @triton.jit
-def _share(x, lse, factor):
+def _scaled_probability(x, lse, factor):
+    """Return the probability of a logit times a factor."""
     return tl.exp2(x.to(tl.float32) * _LOG2_E - lse * _LOG2_E) * factor
 
 
@@ -64,17 +66,17 @@ def _write_gradient(start, width, vocab, column, picked, lse, z_loss, B: tl.cons
     whole = vocab // B * B
     for first in range(0, whole, B):
         logit = tl.load(start + first + cols, eviction_policy="evict_first")
-        gradient = _share(logit, lse, factor).to(logit.dtype)
+        gradient = _scaled_probability(logit, lse, factor).to(logit.dtype)
         tl.store(start + first + cols, gradient, eviction_policy="evict_first")
-    if whole < width:
+    if whole < vocab:
         cols += whole
         logit = tl.load(start + cols, mask=cols < width, other=0.0, eviction_policy="evict_first")
-        gradient = tl.where(cols < vocab, _share(logit, lse, factor), 0.0).to(logit.dtype)
+        gradient = tl.where(cols < vocab, _scaled_probability(logit, lse, factor), 0.0).to(logit.dtype)
         tl.store(start + cols, gradient, mask=cols < width, eviction_policy="evict_first")
     # After the loops, which then need not compare every column with the label's.
     tl.debug_barrier()
     here = (column >= 0) & (column < vocab)
-    tl.store(start + column, (_share(picked, lse, factor) - 1.0).to(start.dtype.element_ty), mask=here)
+    tl.store(start + column, (_scaled_probability(picked, lse, factor) - 1.0).to(start.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -114,7 +116,8 @@ def softmax_loss_(
 ) -> tuple[Tensor, Tensor]:
     """Return what `argosy.model.ops.cross_entropy.softmax_loss_` returns, computed by one kernel.
 
-    The padding is read and written too: with a row's end at a multiple of 16, loads and stores are vectors up to there.
+    Padding in a row's last block of logits is read and written too: with the row's end at a multiple of 16, loads and stores are
+    vectors up to there. Further padding stays as it is: zeros.
     """
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
     _softmax_loss[(len(logits),)](

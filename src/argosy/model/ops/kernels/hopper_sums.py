@@ -213,8 +213,8 @@ def prepare(
     k, v, inverse, largest, sums = adding
     logs = torch.empty((batch * heads * seq // _SIDE.value, 2 * _SIDE.value), dtype=torch.float32, device=out.device)
     strides = [stride for x in (out, d_out, k, v) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
-    # One warp sums the columns of d_out without shared memory.
-    warps = 1 if sums is None else 4
+    # One warp exchanges nothing with others for the sums of d_out's columns. With heads of 128 its registers do not suffice.
+    warps = 1 if sums is None and width == 64 else 4
     _attention_before[(len(logs),)](
         out, d_out, k, v, lse, logs, inverse, largest, sums, values, lse_factor, seq, heads, *strides,
         1 if k is None else heads // k.shape[2], width, _SIDE.value, _LEAST.value, num_warps=warps,

@@ -172,7 +172,7 @@ class AddNorm(torch.autograd.Function):
         warps = max(1, min(16, block // 1024))
         rows_each = triton.cdiv(rows, min(SLOTS, max(_PROGRAMS, _WARPS // warps)))
         programs = triton.cdiv(rows, rows_each)
-        # The sums over rows: the norm's weight, its bias, and y's bias or what `Add` wants.
+        # The sums over rows: the norm's weight, its bias, and y's bias or that of the sum that x is, if it is wanted.
         summed = summed or y_bias_dtype is not None
         kinds = 1 + (bias_dtype is not None) + summed
         partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
