@@ -37,7 +37,7 @@ test: lint
 	[ $$tests = 0 ] && [ $$types = 0 ]
 
 test-gpu: $(VENV)/.dev
-	ARGOSY_TEST_GPU=1 $(BIN)/python -m pytest tests/dist/test_matrix.py tests/dist/test_checkpoints.py tests/dist/test_gpu_ranks.py tests/model
+	ARGOSY_TEST_GPU=1 $(BIN)/python -m pytest tests/dist/test_matrix.py tests/dist/test_checkpoints.py tests/dist/test_gpu_ranks.py tests/dist/test_graph_ranks.py tests/model
 
 check: lint types
 

@@ -104,6 +104,30 @@ def test_experts_elsewhere_are_compiled_or_recomputed_but_not_both() -> None:
     assert spec_of("ep=2", "dp_shard=2", "compile=block").parallel.ep == 2
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["dp_shard=4"], "parallel.dp_shard 4: FSDP"),
+        (["dp_shard=2", "ep=2"], "parallel.ep 2: "),
+        (["pp=2"], "parallel.pp 2: "),
+        (["compile=block"], "parallel.compile block: "),
+        (["recompute=full", "model.dropout=0.1"], "parallel.recompute full: with dropout"),
+    ],
+)
+def test_graphs_that_are_asked_for_are_refused_with_what_cannot_be_captured(keys: list[str], named: str) -> None:
+    with pytest.raises(ArgosyError, match=f"with {named}") as refused:
+        spec_of("graph=on", *keys)
+    assert refused.value.key == "parallel.graph"
+    fixed = str(refused.value.fix).partition(", or parallel.")[2]
+    key = keys[1] if "ep=" in keys[-1] else keys[0]
+    assert fixed.partition("=")[0] == key.partition("=")[0]
+    assert spec_of(*keys).parallel.graph == "auto"
+
+
+def test_graphs_of_replicas_tensor_and_context_parallelism_are_taken() -> None:
+    assert spec_of("graph=on", "dp_replicate=2", "tp=2", "sp=false", "cp=3").parallel.graph == "on"
+
+
 def test_layouts_that_divide_are_taken() -> None:
     assert (
         spec_of("tp=6", "sp=false", "pp=4", "cp=3", "dp_shard=2", "dp_replicate=3", "ep=6").parallel.world_size

@@ -25,7 +25,7 @@ def claim(place: int) -> None:
     if ON_GPU:
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(own_place(place))
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_GRAPH_REGISTER": "0"}
         if gpus < MOST_RANKS:
             # One connection for each pair: a case of eight ranks spends most of its time on connecting.
             few = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS"), "1")

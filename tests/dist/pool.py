@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from argosy.compat import FLIGHT_RECORD, flight_record
 from argosy.compat.absent_peers import forget_meshes
+from argosy.parallel.cuda_graphs import release_graphs
 from dist.devices import BACKEND, claim
 
 CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
@@ -135,11 +136,13 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
             value = getattr(importlib.import_module(module), function)(*arguments)
             if n > 1:
                 dist.barrier()
+                release_graphs()
                 dist.destroy_process_group()
             pipe.send((True, value))
         except BaseException:  # noqa: BLE001 - sent to the test
             pipe.send((False, traceback.format_exc()))
         finally:
+            release_graphs()
             if dist.is_initialized():
                 dist.destroy_process_group()
             caches += _caches()

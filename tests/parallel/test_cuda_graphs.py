@@ -1,13 +1,12 @@
-"""Passes that are recorded and replayed give the gradients and losses of ordinary ones. Without a GPU a stand-in for the recorder
-runs the pass again on the recording's own memory, which is what a replay does."""
+"""Passes that are recorded and replayed give the gradients and losses of ordinary ones, also without a GPU (`recordings.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from argosy.model.objective import Loss, Objective
 from argosy.parallel import cuda_graphs as replay
-from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass, Recording
+from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass
 from argosy.parallel.single import SingleDevice
+from parallel.recordings import recording_by_rerun
 
 if TYPE_CHECKING:
     from argosy.data.samples.windows import Batch
@@ -38,57 +38,13 @@ class Model(nn.Module):
         return Loss(total, y.detach(), {"doubled": 2 * y.detach()}, None)
 
 
-@dataclass
-class Rerun:
-    run: Pass
-    inputs: Inputs
-    objective: Objective
-    loss: Loss
-    parameters: list[nn.Parameter]
-    gradients: list[Tensor | None]  # before the pass
-    made: list[Tensor | None]
-
-    def replay(self) -> None:
-        for parameter, before in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = before
-        loss = self.run(self.inputs, self.objective)
-        for parameter, mine in zip(self.parameters, self.made, strict=True):
-            if mine is not None and parameter.grad is not mine:
-                mine.copy_(parameter.grad)
-        self.loss.cross_entropy.copy_(loss.cross_entropy)
-        for name, value in loss.metrics.items():
-            self.loss.metrics[name].copy_(value)
-
-
-def rerun(
-    run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: object, generators: object
-) -> Recording:
-    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-    objective = replay._held(objective)
-    before = [p.grad for p in parameters]
-    values = [None if g is None else g.clone() for g in before]
-    loss = run(inputs, objective)
-    made = [p.grad for p in parameters]
-    for gradient, value in zip(before, values, strict=True):  # a recording does nothing yet
-        if gradient is not None and value is not None:
-            gradient.copy_(value)
-    return Recording(inputs, objective, loss, Rerun(run, inputs, objective, loss, parameters, before, made), made)
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """The recordings that were made."""
-    made: list[object] = []
-
-    def count(*arguments: object) -> Recording:
-        made.append(arguments)
-        return rerun(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(replay, "record", count)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(replay, "_TAIL", 1.1)  # so that the host is always the limit
-    return made
+    with recording_by_rerun() as made:
+        yield made
 
 
 def step(model: Model, run: Pass, seed: int, micros: int, rows: int = 5) -> tuple[list[Tensor], list[Loss]]:
@@ -155,9 +111,7 @@ def test_nothing_is_recorded_where_the_device_is_the_limit(
     assert not replays.take_news()
 
 
-def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
-    recorded: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_cannot_be_recorded_runs_and_says_why(recorded: list[object]) -> None:
     model = Model()
     replays = CudaGraphs(model.learn, model.parameters(), CPU)
 
@@ -165,12 +119,68 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
         run(inputs, objective)  # leaves gradients that no one may see
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(replay, "record", refuse)
-    for number in range(1, 6):
-        found, _ = step(model, replays, number, 2)
-        expected, _ = step(model, model.learn, number, 2)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with patch.object(replay, "record", refuse):
+        for number in range(1, 6):
+            found, _ = step(model, replays, number, 2)
+            expected, _ = step(model, model.learn, number, 2)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert replays.take_news()[-1].endswith("cannot be captured (operation not permitted when stream is capturing)")
+
+
+def test_a_pass_is_always_captured_if_asked_but_each_kind_runs_once_before(recorded: list[object]) -> None:
+    """Without a pass that is timed. Communicators are made by the first pass that has their collectives."""
+    model, kinds, plain = Model(), iter("aababcaca"), []
+
+    def learn(inputs: Inputs, objective: Objective) -> Loss:
+        plain.append(number)
+        return model.learn(inputs, objective)
+
+    replays = CudaGraphs(learn, model.parameters(), CPU, always=True, kind=lambda: next(kinds))
+    with patch.object(replay, "_TAIL", 0.0):
+        for number in range(9):
+            found, _ = step(model, replays, number, 1)
+            expected, _ = step(model, model.learn, number, 1)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(recorded) == 3
+    assert [number for number in range(9) if plain.count(number) == 1] == [0, 2, 3, 5, 6, 8], "run, or replayed"
+    assert not replays.take_news()
+
+
+def test_ranks_capture_if_one_of_them_is_launch_bound_and_all_can(recorded: list[object]) -> None:
+    told: list[object] = []
+    others: Iterator[object] = iter([True, None, "out of memory"])
+
+    def tell_all(mine: object) -> list[object]:
+        told.append(mine)
+        return [mine, next(others)]
+
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU, tell_all=tell_all)
+    with patch.object(replay, "_TAIL", 0.0):
+        for number in range(4):
+            step(model, replays, number, 1)
+        assert replays.wanted
+        assert len(recorded) == 1
+        step(model, replays, 4, 1, rows=3)
+    assert told == [False, None, None], "that it is not launch-bound, and that it could capture two passes"
+    assert not replays.wanted
+    assert replays.take_news()[1:] == ["no CUDA graph is used: the pass cannot be captured (rank 1: out of memory)"]
+
+
+def test_all_graphs_of_a_process_can_be_destroyed(recorded: list[object]) -> None:
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    for number in range(3):
+        step(model, replays, number, 3)
+    (first,) = replays._first.values()
+    graphs = [recording.graph for recording in (first, *first.more.values())]
+    assert len(graphs) == len(recorded) == 2
+    replay.release_graphs()
+    assert [graph.made for graph in graphs] == [[], []], "reset"
+    found, _ = step(model, replays, 3, 2)
+    expected, _ = step(model, model.learn, 3, 2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(recorded) == 2
 
 
 def test_an_evaluation_that_needs_the_memory_of_the_graphs_gets_it(

@@ -19,7 +19,7 @@ from argosy.model.build import initial_weights
 from argosy.model.objective import Objective
 from argosy.model.ops import hopper
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.parallelize import captures_graphs, parallelize
+from argosy.parallel.parallelize import graph_refusal, parallelize
 
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
 
@@ -170,6 +170,11 @@ sys.exit("torch._dynamo" in sys.modules)
         (["model.dropout=0.1"], True),
         (["model.dropout=0.1", "parallel.recompute=selective"], False),
         (["parallel.graph=off"], False),
+        (["parallel.graph=on"], True),
+        (["parallel.tp=2"], False),
+        (["parallel.graph=on", "parallel.tp=2", "parallel.dp_replicate=2"], True),
+        (["parallel.graph=on", "parallel.cp=2", "data.document_mask=true"], False),
+        (["parallel.dp_shard=2"], False),
     ],
 )
 def test_passes_are_captured_where_a_replay_has_the_same_bits(
@@ -179,4 +184,5 @@ def test_passes_are_captured_where_a_replay_has_the_same_bits(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
     needed = ["model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
-    assert captures_graphs(resolve(None, [*needed, *keys]).spec, "bf16", torch.device("cuda")) == captured
+    refused = graph_refusal(resolve(None, [*needed, *keys]).spec, "bf16", torch.device("cuda"))
+    assert (refused is None) == captured

@@ -1,8 +1,11 @@
-"""A run on a GPU says at its start who computes attention, and what would make it faster."""
+"""A run on a GPU says at its start who computes attention, and what would make it faster; and a run whose passes cannot be captured as
+CUDA graphs, though that was asked for, says why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ import torch
 from argosy.config.resolve import resolve
 from argosy.extras import install_extra
 from argosy.model.ops import flash, hopper
+from argosy.parallel.mesh import Mesh
 from argosy.train.attention_report import attention_lines
+from argosy.train.opening import opening_warnings
 
 Say = Callable[..., list[str]]
 GPU = torch.device("cuda")
@@ -102,3 +107,30 @@ def test_layers_of_different_kinds_have_a_line_each(say: Say) -> None:
         f"attention in a window of 512 by FlexAttention; data.seq_len=2048 {OURS}",
         f"attention over the whole sequence by torch; data.seq_len=2048 {OURS}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "graph", "mask", "said"),
+    [
+        ("cpu", "on", "causal-lm", ["there is no GPU"]),
+        ("cpu", "auto", "causal-lm", []),
+        ("cuda", "on", "causal-lm", []),
+        (
+            "cuda",
+            "on",
+            "prefix-lm",
+            ["the mask depends on the batch, and not all of attention is by Argosy's own kernels"],
+        ),
+        ("cuda", "auto", "prefix-lm", []),
+    ],
+)
+def test_graphs_that_were_asked_for_and_cannot_be_captured_are_told(
+    device: str, graph: str, mask: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    keys = ["model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
+    spec = resolve(None, [*keys, f"data.task={mask}", f"parallel.graph={graph}"]).spec
+    on = torch.device(device)
+    session: Any = SimpleNamespace(spec=spec, precision="fp32", device=on, mesh=Mesh(on))
+    told = [(text, warned) for event, text, warned in opening_warnings(session) if event == "graph"]
+    assert told == [(f"parallel.graph=on, but no CUDA graph is captured: {why}", True) for why in said]

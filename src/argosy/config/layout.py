@@ -84,6 +84,41 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("parallel.recompute"),
             fix="parallel.compile=off, or parallel.recompute=none",
         )
+    if parallel.graph == "on" and (found := uncapturable(spec)) is not None:
+        raise ArgosyError(
+            "config.conflict",
+            f"passes cannot be captured as a CUDA graph with parallel.{found.key} {found.value}: {found.why}",
+            key="parallel.graph",
+            value=parallel.graph,
+            origin=origins.get("parallel.graph"),
+            fix=f"parallel.graph=auto, or parallel.{found.key}={found.instead}",
+        )
+
+
+class Uncapturable(NamedTuple):
+    """A key whose value rules out CUDA graphs, the reason, and the value that does not."""
+
+    key: str
+    value: object
+    why: str
+    instead: object
+
+
+def uncapturable(spec: RunSpec) -> Uncapturable | None:
+    """Return what keeps the passes of a layout from being captured as CUDA graphs; None if nothing in the run spec does."""
+    parallel = spec.parallel
+    if parallel.compile != "off":
+        return Uncapturable("compile", parallel.compile, "a compiled pass launches its kernels itself", "off")
+    if parallel.pp > 1:
+        return Uncapturable("pp", parallel.pp, "a pipeline's messages are between the passes of its schedule", 1)
+    if parallel.ep > 1:
+        return Uncapturable("ep", parallel.ep, "the host has to know how many rows each expert gets", 1)
+    if parallel.dp_shard > 1:
+        return Uncapturable("dp_shard", parallel.dp_shard, "FSDP gathers and frees weights as the host goes on", 1)
+    if spec.model.dropout > 0 and parallel.recompute != "none":
+        why = "with dropout, a block that is run again needs the random numbers of its first run"
+        return Uncapturable("recompute", parallel.recompute, why, "none")
+    return None
 
 
 def _nearest(spec: RunSpec, axis: str) -> str:

@@ -300,11 +300,11 @@ class ParallelSpec(Section):
         "off",
         description="torch.compile, block by block or the whole model; off: Argosy's own kernels on a GPU, plain torch on a CPU",
     )
-    graph: Literal["auto", "off"] = Field(
+    graph: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="CUDA graph: capture the kernels of a pass once and launch them together, if the step is launch-bound; needs "
-        "one GPU, compile off, no dropout with recompute, and document masks only where Argosy's own kernels read them. off: launch kernels one "
-        "by one",
+        description="CUDA graph: capture the kernels of a pass once and launch them together; needs a GPU, compile off, no dropout with "
+        "recompute, and document masks only where Argosy's own kernels read them. auto: on one GPU, if the step is launch-bound. on: always, on "
+        "several GPUs too, with their collectives (dp_replicate, tp, cp; not dp_shard, pp, ep). off: launch kernels one by one",
     )
 
     @property

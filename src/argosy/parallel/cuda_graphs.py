@@ -8,6 +8,11 @@ order and their results are those of an ordinary pass. Of random numbers it know
 The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
 and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it, the graphs are released
 and the evaluation runs again (`CudaGraphs.beside`).
+
+A pass may have collectives. NCCL wants a collective to be captured by all of its ranks or by none, and every rank to replay it, so
+ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective, which cannot be captured:
+each kind of pass runs once before. NCCL destroys no communicator that a graph uses: `release_graphs` comes before the end of the
+process group.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +40,10 @@ _TAIL = 0.25
 _MOST = 4
 
 
+def _alone(found: Any) -> list[Any]:
+    return [found]
+
+
 @dataclass
 class Recording:
     inputs: Inputs
@@ -45,6 +55,12 @@ class Recording:
     # Passes that add to these gradients.
     more: dict[object, Recording] = field(default_factory=dict)
 
+    def release(self) -> None:
+        """Destroy the graph, and those of the passes that add to its gradients."""
+        for recording in self.more.values():
+            recording.release()
+        self.graph.reset()
+
 
 class CudaGraphs:
     """A drop-in replacement for a pass: it runs the pass itself at first, and replays its CUDA graph later."""
@@ -55,11 +71,23 @@ class CudaGraphs:
         parameters: Iterable[nn.Parameter],
         device: torch.device,
         generators: Callable[[torch.device], list[torch.Generator]] = lambda device: [],
+        *,
+        always: bool = False,
+        kind: Callable[[], object] = lambda: None,
+        tell_all: Callable[[Any], list[Any]] = _alone,
     ) -> None:
-        """`generators` returns those that the pass draws from with `draw_from`, besides the default one."""
+        """Args:
+        generators: returns those that the pass draws from with `draw_from`, besides the default one.
+        always: capture the pass even if it is not launch-bound.
+        kind: returns what decides which kernels the next pass launches, besides its arguments.
+        tell_all: gathers what all ranks have to say, in the order of ranks. All of them call it, at the same pass.
+        """
         self._run, self._device, self._generators = run, device, generators
+        self._kind, self._tell_all = kind, tell_all
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._passes, self._recorded = 0, 0
+        # The kinds of passes that have run.
+        self._kinds: set[object] = set()
         # The memory pool that all graphs share: they never run at the same time.
         self._pool: Any = None
         # Passes that find no gradients.
@@ -67,21 +95,25 @@ class CudaGraphs:
         # The recording that made the current gradients.
         self._begun: Recording | None = None
         # None: not known yet.
-        self.wanted: bool | None = None
+        self.wanted: bool | None = True if always else None
         # Messages for the user.
         self._news: list[str] = []
+        _live.add(self)
 
     def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
         self._passes += 1
         begins = all(parameter.grad is None for parameter in self._parameters)
         if begins:
             self._begun = None
-        if self._passes == 2:
+        kind = self._kind()
+        is_new = kind not in self._kinds
+        self._kinds.add(kind)
+        if self._passes == 2 and self.wanted is None:
             return self._timed(inputs, objective)
-        if not self.wanted or (self._begun is None and not begins):
+        if is_new or not self.wanted or (self._begun is None and not begins):
             return self._run(inputs, objective)
         known = self._first if self._begun is None else self._begun.more
-        key = _form(inputs, objective, self._parameters)
+        key = kind, _form(inputs, objective, self._parameters)
         if key not in known and (self._recorded == _MOST or not self._record(known, key, inputs, objective)):
             return self._run(inputs, objective)
         recording = known[key]
@@ -97,13 +129,16 @@ class CudaGraphs:
             if not self._recorded:
                 raise
         # Here, where the error has let go of what the work had in memory.
-        self._release()
-        return work()
-
-    def _release(self) -> None:
-        self._first, self._begun, self._pool, self._recorded, self.wanted = {}, None, None, 0, False
+        self.release()
         torch.cuda.empty_cache()
         self._news.append("no CUDA graph is used from here on: an evaluation needs its memory")
+        return work()
+
+    def release(self) -> None:
+        """Destroy the graphs. No pass is captured from here on."""
+        for recording in self._first.values():
+            recording.release()
+        self._first, self._begun, self._pool, self._recorded, self.wanted = {}, None, None, 0, False
 
     def take_news(self) -> list[str]:
         """Return the messages for the user since the last call."""
@@ -117,7 +152,8 @@ class CudaGraphs:
         host = time.perf_counter()
         torch.cuda.synchronize(self._device)
         ended = time.perf_counter()
-        self.wanted = ended - host < _TAIL * (ended - started)
+        # The ranks of a collective wait for the slowest host among them.
+        self.wanted = any(self._tell_all(ended - host < _TAIL * (ended - started)))
         if self.wanted:
             self._news.append(
                 f"step is launch-bound ({1000 * (host - started):.0f} ms of host time per pass): capturing a CUDA graph; "
@@ -126,20 +162,26 @@ class CudaGraphs:
         return loss
 
     def _record(self, known: dict[object, Recording], key: object, inputs: Inputs, objective: Objective) -> bool:
-        """Capture the pass without running it. Return False if it cannot be captured."""
+        """Capture the pass without running it. Return False if this rank or another one cannot capture it."""
         before = [parameter.grad for parameter in self._parameters]
+        recording, problem = None, None
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             generators = self._generators(self._device)
-            known[key] = record(self._run, inputs, objective, self._parameters, self._pool, generators)
+            recording = record(self._run, inputs, objective, self._parameters, self._pool, generators)
         # Out of memory, or an operation that cannot be captured.
-        except RuntimeError as problem:
-            self.wanted = False
-            self._news.append(f"no CUDA graph is used: the pass cannot be captured ({_first_line(problem)})")
-            self._hand(before)
-            return False
-        self._recorded += 1
-        return True
+        except RuntimeError as error:
+            problem = str(error).split("\n", 1)[0]
+        if (why := _first_problem(self._tell_all(problem))) is None and recording is not None:
+            known[key] = recording
+            self._recorded += 1
+            return True
+        if recording is not None:
+            recording.release()
+        self.wanted = False
+        self._news.append(f"no CUDA graph is used: the pass cannot be captured ({why})")
+        self._hand(before)
+        return False
 
     def _replay(self, recording: Recording, inputs: Inputs, objective: Objective) -> Loss:
         for name, tensor in inputs.items():
@@ -219,5 +261,18 @@ def _detached(loss: Loss, of: Callable[[Tensor], Tensor]) -> Loss:
     return Loss(loss.total.detach(), of(loss.cross_entropy.detach()), metrics, load)
 
 
-def _first_line(problem: Exception) -> str:
-    return str(problem).split("\n", 1)[0]
+def _first_problem(problems: list[str | None]) -> str | None:
+    """Return the problem of the first rank that has one, and which rank that is if there are several."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return problem if len(problems) == 1 else f"rank {rank}: {problem}"
+    return None
+
+
+_live: WeakSet[CudaGraphs] = WeakSet()
+
+
+def release_graphs() -> None:
+    """Destroy all CUDA graphs of this process."""
+    for graphs in list(_live):
+        graphs.release()

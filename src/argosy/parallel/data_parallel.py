@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.kv_cache import KeyValueCache
-from argosy.model.objective import Objective
+from argosy.model.objective import Loss, Objective
 from argosy.parallel.cp import input_cut
+from argosy.parallel.cuda_graphs import CudaGraphs, Inputs
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_copies
+from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import GradientSums
 from argosy.parallel.shards import norm_of
@@ -34,14 +36,29 @@ class DataParallel:
     """The `Engine` of data-parallel ranks, with or without FSDP, tensor and context parallelism."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds, *, z_loss: float
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        parallel: ParallelSpec,
+        dropout: DropoutSeeds,
+        *,
+        z_loss: float,
+        graph: str = "off",
     ) -> None:
+        """With `graph` "on", passes are captured as CUDA graphs, with their collectives, and replayed. Those of FSDP cannot be."""
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
         self._texts = TextInputs.of(mesh, parallel)
         self._data_rank = mesh.data_rank
+        self._whole = WholePass(self._micro_batches, self._reduction, alone=mesh.size("tp", "cp") == 1)
+        self._graphs: CudaGraphs | None = None
+        if graph == "on":
+            self._graphs = CudaGraphs(
+                self._whole, model.parameters(), mesh.device, dropout.captured,
+                always=True, kind=self._whole.is_last, tell_all=all_gather_json,
+            )  # fmt: skip
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)
@@ -54,18 +71,21 @@ class DataParallel:
             batch,
             step,
             self._reduction.objective(totals, loss_scale),
-            run=self._micro_batches.forward_backward_micro,
+            run=self._graphs or self._micro_batches.forward_backward_micro,
             first_micro=self._data_rank * len(self._micro_batches.firsts(batch)),
             before=self._before_pass,
         )
         self.on_phase("communication")
-        with traced(LEFT_OVER):
-            self._reduction.sum_gradients()
+        if self._graphs is None:
+            with traced(LEFT_OVER):
+                self._reduction.sum_gradients()
         return self._reduction.sum_result(result, totals)
 
     def _before_pass(self, last: bool) -> None:
         reduce_copies(self.model, last=last)
-        if last:
+        if self._graphs is not None:
+            self._whole.last = last
+        elif last:
             self._reduction.arm()
 
     @torch.no_grad()
@@ -103,10 +123,38 @@ class DataParallel:
 
     @property
     def uses_cuda_graph(self) -> bool:
-        return False
+        return self._graphs is not None and bool(self._graphs.wanted)
 
     def news(self) -> list[str]:
-        return []
+        return [] if self._graphs is None else self._graphs.take_news()
+
+
+class WholePass:
+    """The pass that is captured as a CUDA graph: if it is the step's last, with the sums of gradients over ranks."""
+
+    def __init__(self, micro_batches: MicroBatches, reduction: Reduction, *, alone: bool) -> None:
+        """`alone`: a pass has no other collectives. With others, the sums come after the pass: in a graph, the collectives of two
+        communicators could wait for each other where nothing orders them."""
+        self._micro_batches, self._reduction, self._alone = micro_batches, reduction, alone
+        self.last = False
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
+        if not self.last:
+            return self._micro_batches.forward_backward_micro(inputs, objective)
+        try:
+            if self._alone:
+                self._reduction.arm()
+            loss = self._micro_batches.forward_backward_micro(inputs, objective)
+            with traced(LEFT_OVER):
+                self._reduction.sum_gradients()
+        except BaseException:
+            # The pass may be run again, without a graph.
+            self._reduction.abandon()
+            raise
+        return loss
 
 
 def make_micro_batches(model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds) -> MicroBatches:
@@ -188,6 +236,11 @@ class Reduction:
         """Finish the sums that run beside the last backward pass, and sum the other gradients that FSDP has not summed."""
         for sums in self._sums:
             sums.finish()
+
+    def abandon(self) -> None:
+        """Forget the sums that run beside a backward pass which failed."""
+        for sums in self._sums:
+            sums.abandon()
 
     def sum_result(self, result: Result, totals: Totals) -> Result:
         """Sum everything reported over the ranks, in one all-reduce."""

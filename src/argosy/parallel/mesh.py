@@ -35,6 +35,7 @@ from argosy.compat.messages import refuse_pickled_messages
 from argosy.config.layout import AXES
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.parallel.cuda_graphs import release_graphs
 from argosy.parallel.host_group import HostGroup
 from argosy.supervise.world import World
 
@@ -168,11 +169,14 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # Each rank of gloo would connect to all others at once: 4,096 ranks open 8 million connections, and any rank 4,095 files.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # NCCL would register the buffers of captured collectives, which fails with the allocator's expandable segments.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     refuse_pickled_messages()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     try:
         yield replace(make_mesh(parallel, device), local_rank=world.local_rank)
     finally:
+        release_graphs()
         dist.destroy_process_group()
 
 

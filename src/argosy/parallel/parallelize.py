@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from argosy.config.layout import uncapturable
 from argosy.config.schema import RunSpec
 from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
@@ -69,6 +70,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
     materialise(model, mesh.device, weights, frozen=frozen)
     dropout = DropoutSeeds(model, seed)
+    graph = parallel.graph if graph_refusal(spec, precision, mesh.device) is None else "off"
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import make_pipeline
 
@@ -76,14 +78,9 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
     if mesh.devices is not None:
         from argosy.parallel.data_parallel import DataParallel
 
-        return DataParallel(model, mesh, parallel, dropout, z_loss=z_loss)
+        return DataParallel(model, mesh, parallel, dropout, z_loss=z_loss, graph=graph)
     return SingleDevice(
-        model,
-        dropout,
-        micro_batch=parallel.micro_batch,
-        device=mesh.device,
-        z_loss=z_loss,
-        cuda_graphs=captures_graphs(spec, precision, mesh.device),
+        model, dropout, micro_batch=parallel.micro_batch, device=mesh.device, z_loss=z_loss, graph=graph
     )
 
 
@@ -115,18 +112,24 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     model._apply(allocated)
 
 
-def captures_graphs(spec: RunSpec, precision: str, device: torch.device) -> bool:
-    """True if every pass launches the same kernels, so that it can be captured as a CUDA graph.
+def graph_refusal(spec: RunSpec, precision: str, device: torch.device) -> str | None:
+    """Return why passes are not captured as CUDA graphs; None if every pass launches the same kernels, so that they can be.
 
-    Dropout with recompute rules it out: a block that is run again needs the random numbers of its first run. A mask that depends on
-    the batch does unless Argosy's own kernels read it: no GPU has yet shown that the others replay with the same bits.
+    A mask that depends on the batch rules it out unless Argosy's own kernels read it: no GPU has yet shown that the others replay with
+    the same bits.
     """
-    asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
-    draws_again = spec.model.dropout > 0 and spec.parallel.recompute != "none"
-    if not asked or draws_again:
-        return False
-    if not masks_vary(spec):
-        return True
-    from argosy.parallel.attention_cases import attention_backends
+    parallel = spec.parallel
+    if device.type != "cuda":
+        return "there is no GPU"
+    if parallel.graph == "off":
+        return "parallel.graph is off"
+    if (found := uncapturable(spec)) is not None:
+        return found.why
+    if parallel.graph == "auto" and parallel.world_size > 1:
+        return "parallel.graph=auto is for one GPU"
+    if masks_vary(spec):
+        from argosy.parallel.attention_cases import attention_backends
 
-    return attention_backends(spec, precision, device) == {"hopper"}
+        if attention_backends(spec, precision, device) != {"hopper"}:
+            return "the mask depends on the batch, and not all of attention is by Argosy's own kernels"
+    return None

@@ -50,7 +50,7 @@ class GradientSums:
         self._buckets = list(_buckets(trained, most))
         self._bucket_of = {parameter: n for n, bucket in enumerate(self._buckets) for parameter in bucket}
         self._hooked = False
-        self._begin()
+        self.abandon()
 
     def arm(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Take the next gradient of each of the parameters, by default all, as its last of the step."""
@@ -77,9 +77,10 @@ class GradientSums:
             work.wait()
             if copies:
                 copy_(*map(list, zip(*copies, strict=True)))
-        self._begin()
+        self.abandon()
 
-    def _begin(self) -> None:
+    def abandon(self) -> None:
+        """Begin anew, for the gradients of another step."""
         self._armed: set[nn.Parameter] = set()
         # Parameters whose gradient may still change, and how many each bucket has of them.
         self._missing = dict.fromkeys(self._bucket_of)

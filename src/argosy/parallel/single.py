@@ -44,17 +44,19 @@ class SingleDevice:
         micro_batch: int,
         device: torch.device,
         z_loss: float = 0.0,
-        cuda_graphs: bool = False,
+        graph: str = "off",
     ) -> None:
-        """With `cuda_graphs`, passes are captured as CUDA graphs and replayed if they are launch-bound."""
+        """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound; with "on", always."""
         self.model, self.device = model, device
         self.on_phase: Callable[[str], None] = ignore_phase
         self._z_loss = z_loss
         self._micro_batches = MicroBatches(model, dropout, size=micro_batch, device=device)
         self._run_micro = self._micro_batches.forward_backward_micro
-        self._graphs = (
-            CudaGraphs(self._run_micro, model.parameters(), device, dropout.captured) if cuda_graphs else None
-        )
+        self._graphs: CudaGraphs | None = None
+        if graph != "off":
+            self._graphs = CudaGraphs(
+                self._run_micro, model.parameters(), device, dropout.captured, always=graph == "on"
+            )
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)

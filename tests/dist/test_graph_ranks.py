@@ -1,0 +1,212 @@
+"""Passes of several ranks that are captured as CUDA graphs, with their collectives: the numbers of one process, and the bits of passes
+that are launched one by one. On a GPU (`make test-gpu`) they are captured; on a CPU a stand-in runs them again (`recordings.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from argosy.data.samples.windows import Batch
+from argosy.model.objective import Loss
+from argosy.parallel import cuda_graphs, data_parallel, parallelize
+from argosy.parallel.cuda_graphs import Recording
+from argosy.parallel.data_parallel import Reduction, WholePass
+from argosy.parallel.replicas import GradientSums
+from dist import training
+from dist.devices import ON_GPU
+from dist.pool import Pool
+from dist.test_matrix import require_equal, run
+from dist.training import Trace, batch_of, train_steps
+from parallel.recordings import recording_by_rerun
+
+STEPS = 4
+# A model, its layout, and the passes that are recorded: of one micro-batch, or of the first and the last one.
+LAYOUTS = [
+    ("gpt", "dp_replicate=2", 2),
+    ("llama", "dp_replicate=2 micro_batch=8", 1),
+    ("llama", "dp_replicate=2 micro_batch=2", 3),
+    ("gpt", "dp_replicate=2 reduce=bf16 train.precision=bf16", 2),
+    ("gpt", "dp_replicate=2 model.dropout=0.1", 2),
+    ("moe", "dp_replicate=4", 1),
+    ("gpt", "tp=2", 2),
+    ("moe", "tp=2 sp=false", 2),
+    ("llama", "tp=2 train.z_loss=0.1 model.qk_norm=true", 2),
+    ("llama", "tp=2 recompute=selective", 2),
+    ("bert", "tp=2", 2),
+    ("t5", "tp=2 dp_replicate=2 micro_batch=8", 1),
+    ("lora", "tp=2 micro_batch=16", 1),
+    ("moe", "cp=2", 2),
+    ("gpt", "cp=2 cp_kind=ulysses", 2),
+    ("llama", "dp_replicate=2 cp=2 tp=2", 2),
+]
+
+
+class Captured(NamedTuple):
+    """What one rank saw, how many recordings were tried, what the user was told, and whether passes are replayed at the end."""
+
+    trace: Trace
+    tried: int
+    news: list[str]
+    replays: bool
+
+
+def train_captured(model: str, layout: str, steps: int, how: str = "as usual") -> Captured:
+    made: list[data_parallel.DataParallel] = []
+    engine = data_parallel.DataParallel
+
+    def kept(*arguments: Any, **options: Any) -> data_parallel.DataParallel:
+        made.append(engine(*arguments, **options))
+        return made[-1]
+
+    with _recording(how) as tried, patch.object(data_parallel, "DataParallel", kept):
+        trace = train_steps(model, f"{layout} graph=on", steps)
+    return Captured(trace, len(tried), made[0].news(), made[0].uses_cuda_graph)
+
+
+@contextmanager
+def _recording(how: str) -> Iterator[list[object]]:
+    tried: list[object] = []
+    with (
+        nullcontext() if ON_GPU else recording_by_rerun(),
+        patch.object(parallelize, "graph_refusal", lambda *of: None),
+    ):
+        record = cuda_graphs.record
+
+        def counted(*arguments: Any) -> Recording:
+            tried.append(arguments)
+            return RECORDERS[how](record, *arguments)
+
+        with patch.object(cuda_graphs, "record", counted):
+            yield tried
+
+
+def _as_usual(record: Callable[..., Recording], *arguments: Any) -> Recording:
+    return record(*arguments)
+
+
+def _not_on_the_last_rank(record: Callable[..., Recording], *arguments: Any) -> Recording:
+    """The others record, which runs nothing."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("out of memory\nand more")
+    _, inputs, objective, parameters, *_ = arguments
+    nothing = torch.zeros(())
+    return Recording(inputs, objective, Loss(nothing, nothing, {}, None), Graph(), [None] * len(parameters))
+
+
+class Graph:
+    def reset(self) -> None:
+        Graph.resets += 1
+
+    resets = 0
+
+
+def _not_to_the_end(record: Callable[..., Recording], *arguments: Any) -> Recording:
+    """The sums of gradients have been launched when it fails."""
+    with patch.object(GradientSums, "finish", side_effect=RuntimeError("out of memory")):
+        return record(*arguments)
+
+
+RECORDERS = {
+    "as usual": _as_usual,
+    "not on the last rank": _not_on_the_last_rank,
+    "not to the end": _not_to_the_end,
+}
+
+
+def resets() -> int:
+    """Return how many of this rank's graphs were destroyed, and forget them."""
+    count, Graph.resets = Graph.resets, 0
+    return count
+
+
+def require_same_bits(one: Trace, other: Trace) -> None:
+    assert (one.losses, one.norms) == (other.losses, other.norms)
+    assert all(np.array_equal(weight, other.weights[name]) for name, weight in one.weights.items())
+
+
+@pytest.mark.parametrize(("model", "layout", "recordings"), LAYOUTS)
+def test_captured_passes_have_the_numbers_of_one_process_and_the_bits_of_launched_ones(
+    pool: Pool, model: str, layout: str, recordings: int
+) -> None:
+    found: list[Any] = run(pool, model, layout, train_captured, steps=STEPS)
+    launched = run(pool, model, layout, steps=STEPS)
+    for captured, trace in zip(found, launched, strict=True):
+        assert (captured.tried, captured.news, captured.replays) == (recordings, [], True)
+        require_same_bits(captured.trace, trace)
+    if "bf16" not in layout:
+        require_equal(model, layout, [captured.trace for captured in found])
+
+
+def test_no_rank_replays_a_pass_that_one_of_them_cannot_capture(pool: Pool) -> None:
+    """NCCL would wait for ever."""
+    layout = "dp_replicate=2 micro_batch=8"
+    first, last = run(pool, "llama", layout, train_captured, "not on the last rank", steps=STEPS)
+    for captured, trace in zip((first, last), run(pool, "llama", layout, steps=STEPS), strict=True):
+        assert (captured.tried, captured.replays) == (1, False)
+        require_same_bits(captured.trace, trace)
+    said = ["no CUDA graph is used: the pass cannot be captured (rank 1: out of memory)"]
+    assert first.news == last.news == said
+    assert pool.run(2, resets) == [1, 0]
+
+
+def train_lengths(model: str, layout: str, steps: int, graph: str) -> Captured | Trace:
+    """Train on sequences of three lengths, each for two steps: more kinds of passes than there are graphs."""
+
+    def batch(model: str, step: int) -> Batch:
+        whole, length = batch_of(model, step), training.SEQ >> (step - 1) // 2
+        return Batch(whole.tokens[:, :length], whole.labels[:, :length])
+
+    with patch.object(training, "batch_of", batch):
+        return train_captured(model, layout, steps) if graph == "on" else train_steps(model, layout, steps)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2"])
+def test_a_pass_that_is_launched_after_replayed_ones_sums_its_gradients_once(pool: Pool, layout: str) -> None:
+    found: list[Any] = run(pool, "gpt", layout, train_lengths, "on", steps=6)
+    for captured, trace in zip(found, run(pool, "gpt", layout, train_lengths, "off", steps=6), strict=True):
+        assert captured.tried == 4
+        require_same_bits(captured.trace, trace)
+
+
+def train_watched(model: str, layout: str, steps: int) -> list[bool]:
+    """Return whether sums beside a pass were asked for inside of the pass, each time."""
+    inside, found = [False], list[bool]()
+    call, arm = WholePass.__call__, Reduction.arm
+
+    def called(self: WholePass, *arguments: Any) -> Loss:
+        inside[0] = True
+        try:
+            return call(self, *arguments)
+        finally:
+            inside[0] = False
+
+    def armed(self: Reduction) -> None:
+        found.append(inside[0])
+        arm(self)
+
+    with patch.object(WholePass, "__call__", called), patch.object(Reduction, "arm", armed):
+        train_captured(model, layout, steps)
+    return found
+
+
+def test_a_replay_leaves_nothing_to_the_pass_after_it(pool: Pool) -> None:
+    """A graph runs none of the host's code: what surrounds a pass may not expect its hooks to be called."""
+    for asked in pool.run(2, train_watched, "llama", "dp_replicate=2 micro_batch=4 model.layers=2", STEPS):
+        assert asked
+        assert all(asked)
+    assert pool.run(2, train_watched, "llama", "tp=2 micro_batch=8 model.layers=2", STEPS) == [[], []]
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2 micro_batch=8", "tp=2 micro_batch=16"])
+def test_a_capture_that_fails_amid_the_sums_of_gradients_leaves_none_of_them(pool: Pool, layout: str) -> None:
+    found: list[Any] = run(pool, "llama", layout, train_captured, "not to the end", steps=STEPS)
+    for captured, trace in zip(found, run(pool, "llama", layout, steps=STEPS), strict=True):
+        assert (captured.tried, captured.replays) == (1, False)
+        require_same_bits(captured.trace, trace)
