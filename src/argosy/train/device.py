@@ -25,6 +25,7 @@ from argosy.model.ops.choice import installed, only_torch
 from argosy.parallel.precision import recorded_precision
 from argosy.parallel.shards import local
 from argosy.plan.hardware import Peak, dense_peak
+from argosy.train.kernel_caches import own_kernel_caches
 from argosy.train.optimizer import Optimizer
 
 # Set in the environment of a test: ranks of one machine may outnumber its GPUs. They are slow, and share the memory of a GPU.
@@ -51,8 +52,10 @@ def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     set_deterministic(spec.deterministic)
-    if name == "cuda" and local_rank is not None:
-        return _own_gpu(local_rank)
+    if name == "cuda":
+        own_kernel_caches()
+        if local_rank is not None:
+            return _own_gpu(local_rank)
     return torch.device(name)
 
 

@@ -114,13 +114,16 @@ def _script(placed: Placement, stage: Stage) -> str:
     variables = _variables(placed, stage)
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     if stage.on_gpus:
-        lines += ['scratch="${TMPDIR:-/tmp}/argosy-$SLURM_JOB_ID"', *_LOCAL_CACHES, ""]
+        lines += [*_LOCAL_CACHES, ""]
     words = " ".join(_quoted(word) for word in stage.command(placed, _MARK))
     return "\n".join([*lines, *_step(placed, f"{_srun(placed, variables)} argosy {words}", stage), ""])
 
 
+# Compiled kernels, on a disk of the node: the user's next job finds them there.
 _LOCAL_CACHES = [
-    'export TRITON_CACHE_DIR="$scratch/triton" TORCHINDUCTOR_CACHE_DIR="$scratch/inductor"',
+    'kernels="${TMPDIR:-/tmp}/argosy-kernels-$(id -u)"',
+    'export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$kernels/triton}"',
+    'export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$kernels/inductor}"',
 ]
 
 
