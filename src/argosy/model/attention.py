@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Bounds, Form, attend
+from argosy.model.ops.choice import is_gpu
 from argosy.model.sharding import WHOLE, Share, drop
 
 # Model inputs that only attention masks are made of.
@@ -132,7 +133,7 @@ def choose_backend(case: Case) -> Backend:
 
 
 def _hopper_refuses(case: Case) -> str | None:
-    if case.device.type != "cuda":
+    if not is_gpu(case.device):
         return "the kernels need a GPU"
     if case.dropout:
         return "the kernels have no dropout"
@@ -168,7 +169,7 @@ def bounds_of(case: Case) -> Bounds | None:
 
 def _flash_refuses(case: Case) -> str | None:
     mask = case.mask
-    if case.device.type != "cuda":
+    if not is_gpu(case.device):
         return "flash-attn-4 needs a GPU"
     if case.dropout:
         return "flash-attn-4 has no dropout"
@@ -225,7 +226,7 @@ def _sdpa(case: Case, scale: float | None) -> Attend:
 
 
 def _pieces_refuse(case: Case) -> str | None:
-    if case.device.type != "cuda":
+    if not is_gpu(case.device):
         return "a causal mask aligned with the last keys needs a GPU: elsewhere torch writes it out"
     return (
         None if case.mask.is_plain and case.mask.causal else "pieces of the queries are for plain causal attention only"
@@ -261,7 +262,7 @@ def hide_pieces_from_compiler() -> None:
 
 
 def _flex_refuses(case: Case) -> str | None:
-    if case.device.type != "cuda":
+    if not is_gpu(case.device):
         return "FlexAttention needs a GPU"
     if case.dropout:
         return "FlexAttention has no dropout"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,11 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
     check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
     require_packages(spec.log)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
-    with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
+    with (
+        open_heartbeat(world.rank) as heartbeat,
+        _compiling_ahead(spec, device, world) as wait_for_kernels,
+        joined(spec.parallel, world, device) as mesh,
+    ):
         session = open_session(spec, mesh)
         profile = profile_window(options, session.steps)
         run = RunDir(Path(spec.runs_dir) / spec.name)
@@ -124,10 +128,27 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
                 _told(events, mesh, heartbeat),
             ):
                 journal = Journal(run, metrics, events, writes=mesh.is_first, on_record=options.on_record)
-                trainer = Trainer(session, journal, heartbeat, opening=opening, start=start, profile=profile)
+                trainer = Trainer(
+                    session,
+                    journal,
+                    heartbeat,
+                    opening=opening,
+                    start=start,
+                    profile=profile,
+                    before_steps=wait_for_kernels,
+                )
                 return trainer.fit(notes, quiet=options.quiet, ends_process=options.ends_process)
         finally:
             run.close()
+
+
+def _compiling_ahead(spec: RunSpec, device: torch.device, world: World) -> AbstractContextManager[Callable[[], None]]:
+    """Return a context in which one process on each machine compiles the kernels of a GPU. It gives what waits for that process."""
+    if device.type != "cuda" or world.local_rank:
+        return nullcontext(lambda: None)
+    from argosy.train.compile_ahead import compiling_ahead
+
+    return compiling_ahead(spec, device)
 
 
 def profile_window(options: TrainOptions, steps: int) -> Window | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops import flash, hopper
+from argosy.model.ops.choice import stood_for
 from argosy.model.ops.largest import is_wanted, transposed
 from argosy.model.ops.operators import operator
 from argosy.model.ops.token_sums import wants_sums
@@ -98,7 +99,11 @@ class _Attend(torch.autograd.Function):
         return None, None, *map(transposed, found), None, None
 
 
-def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _like_forward(kernels: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if stood_for(q.device) is not None:
+        # Whoever lets the meta device stand for a GPU wants to see the launches.
+        causal, window, scale, first, last = rest
+        return KERNELS[kernels].forward(q, k, v, Form(causal, window, scale, _bounds(first, last)))
     batch, seq, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, seq), dtype=torch.float32)
 

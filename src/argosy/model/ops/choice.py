@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +24,51 @@ _CHOICES = ("auto", "torch", "triton")
 _forced: list[bool] = []
 
 
+class Gpu(NamedTuple):
+    """What the choice of kernels depends on."""
+
+    # The compute capability.
+    capability: tuple[int, int]
+    # Multiprocessors.
+    processors: int
+
+
+# The GPU that the meta device stands for.
+_on_meta: list[Gpu] = []
+
+
 def use_kernel(x: Tensor) -> bool:
     """Return whether the Triton form runs on `x`."""
     if _forced:
         return _forced[-1]
     if torch.compiler.is_compiling():
         return False
-    return _available() and (x.is_cuda or _interpreted())
+    return _available() and (x.is_cuda or _interpreted() or (bool(_on_meta) and x.is_meta))
+
+
+@contextmanager
+def meta_as(gpu: Gpu) -> Iterator[None]:
+    """Choose kernels for tensors on the meta device as if they were on this GPU. None can run: something has to take the launches."""
+    _on_meta.append(gpu)
+    try:
+        yield
+    finally:
+        _on_meta.pop()
+
+
+def stood_for(device: torch.device) -> Gpu | None:
+    """Return the GPU that a device stands for, if it is the meta device and stands for one."""
+    return _on_meta[-1] if _on_meta and device.type == "meta" else None
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """Return what kernels are chosen by on a GPU."""
+    return Gpu(torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU, or stands for one."""
+    return device.type == "cuda" or stood_for(device) is not None
 
 
 def installed(package: str) -> str | None:
@@ -55,11 +94,12 @@ def kernels(on: bool) -> Iterator[None]:
 
 def gpu_refusal(device: torch.device, capabilities: tuple[int, ...]) -> str | None:
     """Return why kernels for these major compute capabilities of NVIDIA GPUs cannot run on a device, or None."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not is_gpu(device) or torch.version.hip is not None:
         return "the kernels need an NVIDIA GPU"
     if only_torch():
         return "ARGOSY_KERNELS=torch"
-    found = torch.cuda.get_device_capability(device)[0]
+    gpu = stood_for(device)
+    found = (torch.cuda.get_device_capability(device) if gpu is None else gpu.capability)[0]
     wanted = " or ".join(map(str, capabilities))
     return None if found in capabilities else f"the kernels need compute capability {wanted}, and this GPU has {found}"
 

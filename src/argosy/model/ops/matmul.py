@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.compat import add_product, is_summed_wide
-from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.choice import stood_for, use_kernel
 
 # Tile sizes of cuBLAS.
 _TILES = ((128, 256), (256, 128), (192, 192), (256, 192), (192, 256), (320, 128), (128, 320), (128, 128))
@@ -161,8 +161,14 @@ def filled(height: int, width: int, tile: tuple[int, int], split: int, processor
     return small * height * width * split / (waves * processors * tile[0] * tile[1])
 
 
-@cache
 def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, 1 for a CPU."""
+    gpu = stood_for(device)
+    return _processors(device) if gpu is None else gpu.processors
+
+
+@cache
+def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -1,0 +1,168 @@
+"""The kernels of a run's first steps, compiled in parallel by another process while this one opens data and draws weights.
+
+A kernel is otherwise compiled when it is first launched, one after the other. The other process takes two steps of the same model on the
+meta device, which stands for the GPU: what they launch is what the run will launch, and Triton's cache on disk is where the run finds it.
+It is started if that cache has no note of such a run. If it fails or takes too long, the run compiles what is missing, as it would have.
+
+    python -m argosy.train.compile_ahead < request.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import orjson
+import torch
+
+from argosy import __version__
+from argosy.compat import set_deterministic
+from argosy.compat.kernel_compiler import compiling_only
+from argosy.config.schema import ParallelSpec, RunSpec
+from argosy.data.synthetic import synthetic_batch
+from argosy.host_cores import available_cores
+from argosy.model.ops.choice import Gpu, gpu_of, installed, meta_as, only_torch
+from argosy.parallel.attention_cases import attention_backends
+from argosy.parallel.mesh import Mesh
+from argosy.parallel.parallelize import parallelize
+from argosy.parallel.precision import choose_precision
+from argosy.train.optimizer import Optimizer
+from argosy.train.step import take_step
+
+# "off": kernels are compiled as they are launched.
+SWITCH = "ARGOSY_COMPILE_AHEAD"
+# The longest that the first step waits. A process whose run is gone ends by itself.
+_LONGEST_WAIT_S, _LONGEST_LIFE_S = 60.0, 180
+_MOST_THREADS = 16
+# Back ends of attention whose launches the meta device shows. The others are compiled by torch or by CuTe.
+_SHOWN = {"hopper", "sdpa"}
+
+_log = logging.getLogger("argosy")
+
+
+@contextmanager
+def compiling_ahead(spec: RunSpec, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Run the other process if it is needed, until the end of the block at the latest. Yield what waits for it."""
+    request = _request(spec, device)
+    process = None if request is None else _started(request)
+    try:
+        yield (lambda: None) if process is None else partial(_wait, process, time.monotonic() + _LONGEST_WAIT_S)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _request(spec: RunSpec, device: torch.device) -> dict[str, Any] | None:
+    """Return what the other process has to know; None if there is nothing for it to do."""
+    if device.type != "cuda" or torch.version.hip is not None or os.environ.get(SWITCH) == "off":
+        return None
+    twin, precision = twin_of(spec), choose_precision(spec.train.precision, device)
+    if twin is None or only_torch() or installed("triton") is None:
+        return None
+    if not attention_backends(twin, precision, device) <= _SHOWN:
+        return None
+    gpu = gpu_of(device)
+    note = _cache() / f"argosy-{_digest(twin, precision, gpu)}"
+    if note.exists():
+        return None
+    return {"spec": twin.model_dump(mode="json"), "precision": precision, "gpu": [*gpu], "note": str(note)}
+
+
+def _started(request: dict[str, Any]) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-m", "argosy.train.compile_ahead"]
+    try:
+        # Not a pipe: one that is full would block until the other process has imported torch.
+        with TemporaryFile() as file:
+            file.write(orjson.dumps(request))
+            file.seek(0)
+            null, environment = subprocess.DEVNULL, os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+            return subprocess.Popen(command, stdin=file, stdout=null, stderr=null, env=environment)
+    except OSError as problem:
+        _log.warning("kernels are not compiled ahead of the first step: %s", problem.strerror)
+        return None
+
+
+def _wait(process: subprocess.Popen[bytes], until: float) -> None:
+    """Wait until the other process has ended, and end it if it takes too long."""
+    if process.poll() is None:
+        _log.info("compiling the kernels of this model for this GPU: its first start on this machine")
+    try:
+        process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def twin_of(spec: RunSpec) -> RunSpec | None:
+    """Return a run on one device whose passes launch the kernels of this run's; None where ranks share a pass or torch compiles it."""
+    parallel = spec.parallel
+    if max(parallel.tp, parallel.cp, parallel.pp, parallel.ep) > 1 or parallel.compile != "off":
+        return None
+    samples = spec.train.global_batch // parallel.data_parallel
+    # Gradients of a second micro-batch are added by other kernels.
+    samples = min(samples, 2 * parallel.micro_batch)
+    alone = ParallelSpec(micro_batch=parallel.micro_batch, recompute=parallel.recompute)
+    train = spec.train.model_copy(update={"global_batch": samples, "batch_rampup": None})
+    return spec.model_copy(update={"parallel": alone, "train": train})
+
+
+def compile_kernels(spec: RunSpec, precision: str, gpu: Gpu, threads: int) -> None:
+    """Compile what two steps of a run on one device launch on a GPU, which need not be there."""
+    set_deterministic(spec.train.deterministic)
+    with compiling_only(gpu.capability, threads), meta_as(gpu):
+        engine = parallelize(spec, Mesh(torch.device("meta")), precision=precision)
+        optimizer = Optimizer(engine.model, spec.optim, scaled=precision == "fp16", guard=spec.guard)
+        batch = synthetic_batch(spec)
+        for step in (1, 2):
+            take_step(engine, optimizer, batch, step=step, lr=1e-3)
+
+
+def main() -> None:
+    signal.alarm(_LONGEST_LIFE_S)
+    request = orjson.loads(sys.stdin.buffer.read())
+    (major, minor), processors = request["gpu"]
+    spec, gpu = RunSpec.model_validate(request["spec"]), Gpu((major, minor), processors)
+    try:
+        compile_kernels(spec, request["precision"], gpu, min(_MOST_THREADS, available_cores()))
+    except Exception:
+        # It would fail the next time too.
+        _write(Path(request["note"]))
+        raise
+    _write(Path(request["note"]))
+
+
+def _write(note: Path) -> None:
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.touch()
+
+
+def _digest(twin: RunSpec, precision: str, gpu: Gpu) -> str:
+    """Return a digest of what decides which kernels a run launches."""
+    train, data = twin.train, twin.data
+    facts = [
+        twin.model.model_dump(mode="json"), twin.parallel.model_dump(mode="json"), twin.optim.name, twin.guard is None,
+        data.seq_len, data.task, data.document_mask, train.global_batch, train.deterministic, train.z_loss,
+        precision, *gpu, __version__, str(torch.__version__), installed("triton"),
+    ]  # fmt: skip
+    return hashlib.sha256(orjson.dumps(facts)).hexdigest()[:16]
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+
+
+if __name__ == "__main__":
+    main()

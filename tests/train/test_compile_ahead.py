@@ -1,0 +1,328 @@
+"""The kernels of a run's first steps are compiled ahead of them: those that the run launches, under the keys by which it finds them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.config.resolve import resolve
+from argosy.config.schema import RunSpec
+from argosy.model.ops import hopper
+from argosy.model.ops.choice import Gpu
+from argosy.supervise.world import World
+from argosy.train import compile_ahead, run
+from argosy.train.compile_ahead import compiling_ahead, twin_of
+
+H200, A100 = Gpu((9, 0), 132), Gpu((8, 0), 108)
+GPU = torch.device("cuda")
+started = compile_ahead._started  # some tests put another function in its place
+NEEDED = ["data.train=synthetic", "train.steps=9", "optim.lr=1e-3", "eval=off"]
+SMALL = ["model.layers=2", "train.global_batch=8", "parallel.micro_batch=4"]
+
+
+def spec_of(*keys: str) -> RunSpec:
+    return resolve(None, [*NEEDED, *keys]).spec
+
+
+# Takes the steps of each case, and prints which kernels they launch. The interpreter, which other tests use, would run them.
+STEPS = """
+import contextlib, json, sys
+from unittest.mock import patch
+from triton.runtime.jit import JITFunction
+from argosy.config.resolve import resolve
+from argosy.model.ops import beside, choice, hopper
+from argosy.train import compile_ahead
+
+hopper._TRITON = "3.7.1"
+found = []
+for keys, capability, processors, precision in json.load(sys.stdin):
+    names = set()
+    def launch(kernel, *arguments, grid, warmup, **options):
+        names.add(kernel.fn.__name__)
+    nothing = lambda capability, threads: contextlib.nullcontext()
+    with patch.object(JITFunction, "run", launch), patch.object(compile_ahead, "compiling_only", nothing):
+        gpu = choice.Gpu(tuple(capability), processors)
+        beside._runs_on.cache_clear(), beside.fits.cache_clear()
+        compile_ahead.compile_kernels(compile_ahead.twin_of(resolve(None, keys).spec), precision, gpu, 1)
+    assert not choice._on_meta
+    found.append(sorted(names))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def launched() -> list[set[str]]:
+    """The kernels that each case launches."""
+    cases = [([*NEEDED, *keys], *gpu, precision) for keys, gpu, precision, *_ in LAUNCHED]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "ARGOSY_KERNELS")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], input=json.dumps(cases), capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return [set(names) for names in json.loads(done.stdout)]
+
+
+LAUNCHED = [
+    (
+        ["model=gpt2", "data.seq_len=1024", "train.global_batch=64", "parallel.micro_batch=32", "model.layers=2"], H200, "bf16",
+        {"_attention_forward", "_attention_backward_head", "_softmax_loss", "adamw_kernel", "_square_sums", "_add_uses"},
+        {"_attention_backward", "_gemm_beside", "_split"},
+    ),
+    (
+        ["model=llama3-1b", "data.seq_len=8192", "model.layers=2", "train.global_batch=4", "parallel.micro_batch=4"], H200, "bf16",
+        {"_attention_backward", "_attention_after", "_gemm_beside", "_split", "_join"}, {"_gated_forward", "_round"},
+    ),
+    (
+        ["model=llama3-1b", "data.seq_len=8192", "model.layers=2", "train.global_batch=4", "parallel.micro_batch=4"], A100, "bf16",
+        {"_gated_forward", "_gated_backward", "_split"}, {"_attention_forward", "_gemm_beside"},
+    ),
+    (
+        ["model=llama3-8b", "model.layers=1", "model.vocab_size=512", "data.seq_len=1024", "train.global_batch=1"], H200, "fp8",
+        {"_attention_backward_128", "_round", "_differentiate", "_rounded_gradient"}, {"_softmax_loss"},
+    ),
+    (
+        ["model=llama3-1b", "data.seq_len=1024", "data.document_mask=true", "parallel.recompute=selective", "optim.name=muon", *SMALL],
+        H200, "bf16", {"_attention_forward", "_gated_forward", "adamw_kernel"}, {"_gemm_beside"},
+    ),
+    (["model=moe-3.5b-a1.1b", "data.seq_len=1024", *SMALL], H200, "bf16", {"_gather_sum", "_weighted_backward"}, set()),
+    (["model=bert-base", *SMALL], H200, "bf16", {"_forward", "_softmax_loss"}, {"_attention_forward"}),
+    (["model=t5-small", "data.seq_len=512", *SMALL], A100, "fp16", {"_forward", "_softmax_loss"}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(LAUNCHED)), ids=[case[0][0].removeprefix("model=") for case in LAUNCHED])
+def test_two_steps_on_the_meta_device_launch_what_a_gpu_of_that_kind_would(case: int, launched: list[set[str]]) -> None:
+    *_, among, without = LAUNCHED[case]
+    assert among <= launched[case]
+    assert not without & launched[case]
+
+
+TINY = [
+    "model={family: llama, layers: 1, hidden: 64, heads: 2, vocab_size: 128}", "data.seq_len=32", "train.global_batch=4",
+    "parallel.micro_batch=2", "train.precision=bf16",
+]  # fmt: skip
+# The same steps with memory, on a CPU: the kernels get pointers and are compiled, and run nothing.
+WITH_MEMORY = """
+import sys, orjson, torch
+from argosy.compat import set_deterministic
+from argosy.compat.kernel_compiler import compiling_only
+from argosy.config.schema import RunSpec
+from argosy.data.synthetic import synthetic_batch
+from argosy.model.ops import choice
+from argosy.parallel.mesh import Mesh
+from argosy.parallel.parallelize import parallelize
+from argosy.train.optimizer import Optimizer
+from argosy.train.step import take_step
+
+spec = RunSpec.model_validate(orjson.loads(sys.stdin.buffer.read())["spec"])
+set_deterministic(True)
+with compiling_only((8, 0), 2), choice.kernels(True):
+    engine = parallelize(spec, Mesh(torch.device("cpu")), precision="bf16")
+    optimizer = Optimizer(engine.model, spec.optim, guard=spec.guard)
+    for step in (1, 2):
+        take_step(engine, optimizer, synthetic_batch(spec), step=step, lr=1e-3)
+"""
+
+
+def cubins(cache: Path) -> dict[str, str]:
+    """Kernels by their keys in a cache."""
+    return {path.parent.name: path.stem for path in cache.glob("*/*.cubin")}
+
+
+def test_a_run_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of the other process are those of the same steps when their tensors have memory."""
+    for name in ("TRITON_INTERPRET", "ARGOSY_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    twin, note = twin_of(spec_of(*TINY)), tmp_path / "ahead" / "argosy-note"
+    assert twin is not None
+    spec = twin.model_dump(mode="json")
+    request = json.dumps({"spec": spec, "precision": "bf16", "gpu": [[8, 0], 1], "note": str(note)}).encode()
+    for cache, program in (("ahead", ["-m", "argosy.train.compile_ahead"]), ("launched", ["-c", WITH_MEMORY])):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / cache))
+        done = subprocess.run([sys.executable, *program], input=request, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+    assert note.exists()
+    ahead, launched = cubins(tmp_path / "ahead"), cubins(tmp_path / "launched")
+    assert {"_forward", "_gated_backward", "_softmax_loss", "adamw_kernel"} <= set(launched.values())
+    assert {key: name for key, name in launched.items() if key not in ahead} == {}
+
+
+def test_a_kernel_that_does_not_compile_is_passed_over_and_not_tried_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(*TINY).model_dump(mode="json")
+    note = tmp_path / "cache" / "argosy-note"
+    request = {"spec": spec, "precision": "bf16", "gpu": [[8, 0], 1], "note": str(note)}
+    monkeypatch.setattr(compile_ahead.sys, "stdin", SimpleNamespace(buffer=BytesIO(json.dumps(request).encode())))
+    monkeypatch.setattr(compile_ahead.signal, "alarm", lambda seconds: None)
+    asked: list[object] = []
+
+    def fail(*arguments: object) -> None:
+        asked.append(arguments)
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(compile_ahead, "compile_kernels", fail)
+    with pytest.raises(RuntimeError, match="PassManager"):
+        compile_ahead.main()
+    assert len(asked) == 1
+    assert note.exists()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The requests for which a process would be started, on a machine with an H200."""
+    requests: list[dict[str, Any]] = []
+    monkeypatch.setattr(compile_ahead, "_started", requests.append)
+    monkeypatch.setattr(compile_ahead, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200.capability)
+    monkeypatch.setattr(hopper, "_TRITON", "3.7.1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ARGOSY_KERNELS", raising=False)
+    return requests
+
+
+def begin(spec: RunSpec, device: torch.device = GPU) -> None:
+    with compiling_ahead(spec, device) as wait:
+        wait()
+
+
+def test_a_process_is_started_until_there_is_a_note_of_such_a_run(asked: list[dict[str, Any]]) -> None:
+    keys = ["model=gpt2", "train.precision=bf16", *SMALL]
+    begin(spec_of(*keys))
+    Path(asked[0]["note"]).touch()
+    # What does not change the kernels does not ask for them again.
+    for same in (
+        [], ["optim.lr=2e-3", "train.steps=20", "name=other"], ["parallel.dp_replicate=2", "train.global_batch=16"],
+    ):  # fmt: skip
+        begin(spec_of(*keys, *same))
+    assert len(asked) == 1
+    for other in (
+        "data.seq_len=512",
+        "parallel.micro_batch=2",
+        "train.precision=fp8",
+        "optim.name=lion",
+        "model.layers=3",
+    ):
+        begin(spec_of(*keys, other))
+    assert len({request["note"] for request in asked}) == len(asked) == 6
+    assert asked[0]["gpu"] == [(9, 0), 132]
+    assert RunSpec.model_validate(asked[0]["spec"]).train.global_batch == 8
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["parallel.tp=2"], ["parallel.pp=2"], ["parallel.cp=2"], ["parallel.compile=block"],
+        ["model.positions=alibi"],  # by FlexAttention, which torch compiles
+    ],
+)  # fmt: skip
+def test_none_is_started_for_what_it_could_not_see(keys: list[str], asked: list[dict[str, Any]]) -> None:
+    begin(spec_of("model=gpt2", "train.precision=bf16", *SMALL, *keys))
+    assert not asked
+
+
+@pytest.mark.parametrize("variable", ["ARGOSY_COMPILE_AHEAD=off", "ARGOSY_KERNELS=torch"])
+def test_it_can_be_turned_off(variable: str, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(spec_of("model=gpt2", *SMALL), torch.device("cpu"))
+    monkeypatch.setenv(*variable.split("="))
+    begin(spec_of("model=gpt2", "train.precision=bf16", *SMALL))
+    assert not asked
+
+
+def test_one_process_of_a_machine_starts_it(asked: list[dict[str, Any]]) -> None:
+    spec = spec_of("model=gpt2", "train.precision=bf16", *SMALL)
+    for local_rank in (1, 7, 0):
+        with run._compiling_ahead(spec, GPU, World(rank=local_rank, size=8, local_rank=local_rank)) as wait:
+            wait()
+    assert len(asked) == 1
+
+
+def test_a_run_waits_for_it_before_its_first_pass(
+    write_spec: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[bool] = []
+    path = write_spec()
+    resolved = resolve(path, ["train.steps=3", "log.every=1ba"])
+    metrics = Path(resolved.spec.runs_dir) / resolved.spec.name / "metrics.jsonl"
+
+    def wait() -> None:
+        logged.append(metrics.exists())
+
+    monkeypatch.setattr(run, "_compiling_ahead", lambda *about: nullcontext(wait))
+    assert run.train(resolved, path, run.TrainOptions(quiet=True)) == 0
+    assert logged == [False]
+    assert metrics.exists()
+
+
+@pytest.fixture
+def sleeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], subprocess.Popen[bytes]]:
+    """Start a process that reads its request and sleeps, in place of the one that compiles."""
+    popen = subprocess.Popen
+    asserts = "assert sys.stdin.read()[1:] == 'x' * 1_000_000 + chr(34) and not os.environ['CUDA_VISIBLE_DEVICES']"
+
+    def start(seconds: float) -> subprocess.Popen[bytes]:
+        def other(command: list[str], **options: Any) -> Any:
+            assert command[1:] == ["-m", "argosy.train.compile_ahead"]
+            return popen([sys.executable, "-c", f"import os, sys, time; {asserts}; time.sleep({seconds})"], **options)
+
+        monkeypatch.setattr(compile_ahead.subprocess, "Popen", other)
+        request: Any = "x" * 1_000_000
+        process = started(request)
+        assert process is not None
+        return process
+
+    return start
+
+
+@pytest.mark.parametrize(("sleeps", "limit", "code"), [(0.5, 60.0, 0), (60.0, 0.3, -signal.SIGKILL)])
+def test_the_first_step_waits_for_it_and_not_for_ever(
+    sleeps: float, limit: float, code: int, sleeper: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "argosy")
+    process, until = sleeper(sleeps), time.monotonic() + limit
+    compile_ahead._wait(process, until)
+    assert process.returncode == code
+    assert "compiling the kernels of this model" in caplog.text
+    caplog.clear()
+    compile_ahead._wait(process, until)
+    assert not caplog.text
+
+
+def test_a_run_that_is_refused_leaves_no_process_behind(
+    asked: list[dict[str, Any]], sleeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = sleeper(60.0)
+    monkeypatch.setattr(compile_ahead, "_started", lambda request: process)
+    with (
+        pytest.raises(ValueError, match="refused"),
+        compiling_ahead(spec_of("model=gpt2", "train.precision=bf16", *SMALL), GPU),
+    ):
+        raise ValueError("refused")
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_machine_that_cannot_start_it_trains_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(compile_ahead.subprocess, "Popen", fail)
+    assert compile_ahead._started({}) is None
+    assert "not compiled ahead of the first step: Resource temporarily unavailable" in caplog.text
