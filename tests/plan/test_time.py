@@ -13,7 +13,7 @@ from argosy.config.optimizers.muon import newton_schulz_seconds
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec
 from argosy.config.stage_layers import bubble
-from argosy.plan.advise import predict
+from argosy.plan.advise import predict, work_of
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import find_gpu, parse_cluster
 from argosy.plan.kernels import Rates, efficiency
@@ -44,6 +44,25 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     dropping = Work(resolve_model("gpt2-large", ["dropout=0.1"]), 1024, batch)
     # A model with dropout and recompute runs without a CUDA graph.
     assert (time_of(dropping, layout, "1xH200").terms["launches"] > 0) == (recompute != "none")
+
+
+@pytest.mark.parametrize(
+    ("layout", "can"),
+    [
+        (Layout(dp=2), True), (Layout(tp=2, sp=True), True), (Layout(cp=2), True), (Layout(dp=2, tp=2), True),
+        (Layout(dp=2, zero=3), False), (Layout(pp=2), False),
+    ],
+)  # fmt: skip
+def test_several_gpus_replay_a_graph_if_asked_to_and_if_they_can(layout: Layout, can: bool) -> None:
+    work = Work(resolve_model("gpt2-large"), 1024, 8)
+    asked = replace(work, replayed_by_ranks=True)
+    launches = [time_of(each, layout, "4xH200").terms["launches"] for each in (work, asked)]
+    assert launches[0] > 0
+    assert (launches[1] == 0) == can
+    keys = ["model=gpt2-large", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
+    for graph in ("auto", "on"):
+        spec = resolve(None, [*keys, "parallel.dp_replicate=2", f"parallel.graph={graph}"]).spec
+        assert work_of(spec).replayed_by_ranks == (graph == "on")
 
 
 def test_zero_3_sums_gradients_in_the_bytes_that_the_run_asks_for() -> None:
