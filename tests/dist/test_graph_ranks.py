@@ -57,7 +57,7 @@ class Captured(NamedTuple):
     replays: bool
 
 
-def train_captured(model: str, layout: str, steps: int, how: str = "as usual") -> Captured:
+def train_captured(model: str, layout: str, steps: int, how: str = "as usual", evaluates: bool = False) -> Captured:
     made: list[data_parallel.DataParallel] = []
     engine = data_parallel.DataParallel
 
@@ -66,7 +66,7 @@ def train_captured(model: str, layout: str, steps: int, how: str = "as usual") -
         return made[-1]
 
     with _recording(how) as tried, patch.object(data_parallel, "DataParallel", kept):
-        trace = train_steps(model, f"{layout} graph=on", steps)
+        trace = train_steps(model, f"{layout} graph=on", steps, evaluates)
     return Captured(trace, len(tried), made[0].news(), made[0].uses_cuda_graph)
 
 
@@ -142,6 +142,15 @@ def test_captured_passes_have_the_numbers_of_one_process_and_the_bits_of_launche
         require_same_bits(captured.trace, trace)
     if "bf16" not in layout:
         require_equal(model, layout, [captured.trace for captured in found])
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2"])
+def test_an_evaluation_between_replays_changes_nothing(pool: Pool, layout: str) -> None:
+    keys = f"{layout} micro_batch=4 model.layers=2"
+    found: list[Any] = pool.run(2, train_captured, "llama", keys, STEPS, "as usual", True)
+    for captured, trace in zip(found, pool.run(2, train_steps, "llama", keys, STEPS), strict=True):
+        assert captured.replays
+        require_same_bits(captured.trace, trace)
 
 
 def test_no_rank_replays_a_pass_that_one_of_them_cannot_capture(pool: Pool) -> None:

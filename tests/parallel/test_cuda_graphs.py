@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from argosy.config.schema import ParallelSpec
 from argosy.model.objective import Loss, Objective
 from argosy.parallel import cuda_graphs as replay
+from argosy.parallel import mesh
 from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass
 from argosy.parallel.single import SingleDevice
+from argosy.supervise.world import World
 from parallel.recordings import recording_by_rerun
 
 if TYPE_CHECKING:
@@ -115,15 +119,24 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(recorded: list[object]
     model = Model()
     replays = CudaGraphs(model.learn, model.parameters(), CPU)
 
-    def refuse(run: Pass, inputs: Inputs, objective: Objective, *others: object) -> None:
-        run(inputs, objective)  # leaves gradients that no one may see
+    def refuse(*arguments: object) -> None:
+        for parameter in model.parameters():  # no one may see these
+            parameter.grad = torch.full_like(parameter, torch.nan)
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    with patch.object(replay, "record", refuse):
+    record, tried = replay.record, []
+
+    def record_one(*arguments: object) -> object:
+        tried.append(arguments)
+        return (record if len(tried) == 1 else refuse)(*arguments)  # type: ignore[operator]
+
+    with patch.object(replay, "record", record_one):
         for number in range(1, 6):
             found, _ = step(model, replays, number, 2)
             expected, _ = step(model, model.learn, number, 2)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(tried) == 2
+    assert not replays._first, "the graph that was captured keeps no memory"
     assert replays.take_news()[-1].endswith("cannot be captured (operation not permitted when stream is capturing)")
 
 
@@ -252,9 +265,52 @@ def test_an_engine_evaluates_beside_its_graphs_and_goes_on_training(
     assert not graphs._first
 
 
-def test_a_capture_that_fails_leaves_a_new_generator_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a failed capture cannot be used: stand-ins for both say which one was left."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_are_destroyed_before_the_communicators_that_they_use(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would wait for them. It must not register their buffers, which the allocator may move."""
+    done: list[str] = []
+
+    def release() -> None:
+        done.append("graphs")
+        if fails:
+            raise RuntimeError("CUDA error")
+
+    # All of these are as before at the end of the test.
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCH_GLOO_LAZY_INIT", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    monkeypatch.setattr(
+        mesh.dist, "init_process_group", lambda *of, **how: done.append(os.environ["NCCL_GRAPH_REGISTER"])
+    )
+    monkeypatch.setattr(mesh, "make_mesh", lambda parallel, device: mesh.Mesh(device))
+    monkeypatch.setattr(mesh, "release_graphs", release)
+    monkeypatch.setattr(mesh.dist, "destroy_process_group", lambda: done.append("communicators"))
+    parallel = ParallelSpec(micro_batch=1, dp_replicate=2)
+    with (
+        pytest.raises(RuntimeError, match="CUDA error") if fails else nullcontext(),
+        mesh.joined(parallel, World(size=2), torch.device("cuda")),
+    ):
+        done.append("run")
+    assert done == ["0", "run", "graphs", "communicators"]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_capture_that_fails_leaves_a_new_generator_the_stream_and_no_allocation_to_its_pool(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a failed capture cannot be used: stand-ins say which were left, and what was freed."""
     current = {"state": "own", "stream": "usual"}
+    freed: list[str] = []
+
+    def end(device: int, pool: str) -> None:
+        if ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        freed.append(f"ended {device} {pool}")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: freed.append(f"released {device} {pool}"))
 
     class Generator:
         device = CPU
@@ -293,3 +349,4 @@ def test_a_capture_that_fails_leaves_a_new_generator_and_the_stream(monkeypatch:
     with pytest.raises(RuntimeError, match="not permitted"):
         replay.record(refuse, {}, Objective(), [], "pool", [])
     assert current == {"state": "new 7", "stream": "usual"}
+    assert freed == ([] if ended else ["ended 0 pool", "released 0 pool"])

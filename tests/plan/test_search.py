@@ -72,6 +72,20 @@ def test_what_does_not_fit_names_the_least_it_needs() -> None:
     assert nothing.nearest.fullest.device > 79
 
 
+def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> None:
+    """The fastest layout of the same model without them is FSDP or a pipeline."""
+    known, cluster = calibration(), parse_cluster("8xH100")
+    work = Work(resolve_model("llama2-7b"), 4096, 64)
+    free, captured = (
+        search(each, cluster, known.stacks["argosy"], known, {}).best
+        for each in (work, replace(work, replayed_by_ranks=True))
+    )
+    assert free
+    assert not free[0].layout.is_capturable
+    assert captured
+    assert all(candidate.layout.is_capturable for candidate in captured)
+
+
 def test_what_is_offered_can_be_written_in_a_run_spec() -> None:
     for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best:
         keys = parallel_keys(candidate.layout)

@@ -163,25 +163,40 @@ def test_a_run_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest
     assert {key: name for key, name in launched.items() if key not in ahead} == {}
 
 
-def test_a_kernel_that_does_not_compile_is_passed_over_and_not_tried_at_every_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("problem", "noted"),
+    [(None, True), (RuntimeError("no meta kernel"), True), (OSError(errno.ENOSPC, "No space left"), False), (MemoryError(), False)],
+)  # fmt: skip
+def test_a_step_that_the_meta_device_cannot_take_is_not_tried_at_every_start(
+    problem: Exception | None, noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What may go better the next time is tried again."""
     spec = spec_of(*TINY).model_dump(mode="json")
     note = tmp_path / "cache" / "argosy-note"
     request = {"spec": spec, "precision": "bf16", "gpu": [[8, 0], 1], "note": str(note)}
     monkeypatch.setattr(compile_ahead.sys, "stdin", SimpleNamespace(buffer=BytesIO(json.dumps(request).encode())))
-    monkeypatch.setattr(compile_ahead.signal, "alarm", lambda seconds: None)
-    asked: list[object] = []
+    lives: list[int] = []
+    monkeypatch.setattr(compile_ahead.signal, "alarm", lives.append)
 
-    def fail(*arguments: object) -> None:
-        asked.append(arguments)
-        raise RuntimeError("PassManager::run failed")
+    def compile_kernels(spec: RunSpec, precision: str, gpu: Gpu, threads: int) -> None:
+        assert (precision, gpu) == ("bf16", ((8, 0), 1))
+        assert 1 <= threads <= 16
+        if problem is not None:
+            raise problem
 
-    monkeypatch.setattr(compile_ahead, "compile_kernels", fail)
-    with pytest.raises(RuntimeError, match="PassManager"):
+    monkeypatch.setattr(compile_ahead, "compile_kernels", compile_kernels)
+    with nullcontext() if problem is None else pytest.raises(type(problem)):
         compile_ahead.main()
-    assert len(asked) == 1
-    assert note.exists()
+    assert note.exists() == noted
+    assert lives == [compile_ahead._LONGEST_LIFE_S]
+
+
+def test_gradients_that_ranks_sum_in_32_bits_are_those_of_two_micro_batches() -> None:
+    keys = ["model=gpt2", "parallel.micro_batch=4", "parallel.dp_replicate=2", "train.global_batch=8"]
+    for more, samples in (([], 8), (["parallel.reduce=bf16"], 4), (["train.global_batch=32"], 8)):
+        twin = twin_of(spec_of(*keys, *more))
+        assert twin is not None
+        assert (twin.train.global_batch, twin.parallel.world_size) == (samples, 1)
 
 
 @pytest.fixture
@@ -197,12 +212,18 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     return requests
 
 
+def never() -> bool:
+    return False
+
+
 def begin(spec: RunSpec, device: torch.device = GPU) -> None:
     with compiling_ahead(spec, device) as wait:
-        wait()
+        wait(never)
 
 
-def test_a_process_is_started_until_there_is_a_note_of_such_a_run(asked: list[dict[str, Any]]) -> None:
+def test_a_process_is_started_until_there_is_a_note_of_such_a_run(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = ["model=gpt2", "train.precision=bf16", *SMALL]
     begin(spec_of(*keys))
     Path(asked[0]["note"]).touch()
@@ -212,15 +233,15 @@ def test_a_process_is_started_until_there_is_a_note_of_such_a_run(asked: list[di
     ):  # fmt: skip
         begin(spec_of(*keys, *same))
     assert len(asked) == 1
-    for other in (
-        "data.seq_len=512",
-        "parallel.micro_batch=2",
-        "train.precision=fp8",
-        "optim.name=lion",
-        "model.layers=3",
-    ):
+    others = [
+        "data.seq_len=512", "data.document_mask=true", "parallel.micro_batch=2", "parallel.recompute=full",
+        "train.precision=fp8", "train.deterministic=false", "train.global_batch=4", "optim.name=lion", "model.layers=3", "guard=off",
+    ]  # fmt: skip
+    for other in others:
         begin(spec_of(*keys, other))
-    assert len({request["note"] for request in asked}) == len(asked) == 6
+    monkeypatch.setattr(compile_ahead, "gpu_of", lambda device: Gpu((9, 0), 114))
+    begin(spec_of(*keys))
+    assert len({request["note"] for request in asked}) == len(asked) == 2 + len(others)
     assert asked[0]["gpu"] == [(9, 0), 132]
     assert RunSpec.model_validate(asked[0]["spec"]).train.global_batch == 8
 
@@ -249,7 +270,7 @@ def test_one_process_of_a_machine_starts_it(asked: list[dict[str, Any]]) -> None
     spec = spec_of("model=gpt2", "train.precision=bf16", *SMALL)
     for local_rank in (1, 7, 0):
         with run._compiling_ahead(spec, GPU, World(rank=local_rank, size=8, local_rank=local_rank)) as wait:
-            wait()
+            wait(never)
     assert len(asked) == 1
 
 
@@ -261,7 +282,8 @@ def test_a_run_waits_for_it_before_its_first_pass(
     resolved = resolve(path, ["train.steps=3", "log.every=1ba"])
     metrics = Path(resolved.spec.runs_dir) / resolved.spec.name / "metrics.jsonl"
 
-    def wait() -> None:
+    def wait(is_asked: Callable[[], bool]) -> None:
+        assert not is_asked()
         logged.append(metrics.exists())
 
     monkeypatch.setattr(run, "_compiling_ahead", lambda *about: nullcontext(wait))
@@ -278,30 +300,32 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], subprocess.Pop
 
     def start(seconds: float) -> subprocess.Popen[bytes]:
         def other(command: list[str], **options: Any) -> Any:
-            assert command[1:] == ["-m", "argosy.train.compile_ahead"]
+            assert command[1:] == ["-P", "-m", "argosy.train.compile_ahead"]
             return popen([sys.executable, "-c", f"import os, sys, time; {asserts}; time.sleep({seconds})"], **options)
 
         monkeypatch.setattr(compile_ahead.subprocess, "Popen", other)
         request: Any = "x" * 1_000_000
-        process = started(request)
-        assert process is not None
-        return process
+        return started(request)
 
     return start
 
 
-@pytest.mark.parametrize(("sleeps", "limit", "code"), [(0.5, 60.0, 0), (60.0, 0.3, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("sleeps", "limit", "asked_to_stop", "code"),
+    [(0.5, 60.0, False, 0), (60.0, 0.3, False, -signal.SIGKILL), (60.0, 60.0, True, -signal.SIGKILL)],
+)
 def test_the_first_step_waits_for_it_and_not_for_ever(
-    sleeps: float, limit: float, code: int, sleeper: Any, caplog: pytest.LogCaptureFixture
+    sleeps: float, limit: float, asked_to_stop: bool, code: int, sleeper: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "argosy")
     process, until = sleeper(sleeps), time.monotonic() + limit
-    compile_ahead._wait(process, until)
+    compile_ahead._wait(process, until, lambda: asked_to_stop)
     assert process.returncode == code
     assert "compiling the kernels of this model" in caplog.text
     caplog.clear()
-    compile_ahead._wait(process, until)
-    assert not caplog.text
+    compile_ahead._wait(process, until, never)
+    assert bool(caplog.text) == (code != 0)
+    assert "not all kernels could be compiled ahead" in caplog.text or not code
 
 
 def test_a_run_that_is_refused_leaves_no_process_behind(
@@ -309,20 +333,39 @@ def test_a_run_that_is_refused_leaves_no_process_behind(
 ) -> None:
     process = sleeper(60.0)
     monkeypatch.setattr(compile_ahead, "_started", lambda request: process)
-    with (
-        pytest.raises(ValueError, match="refused"),
-        compiling_ahead(spec_of("model=gpt2", "train.precision=bf16", *SMALL), GPU),
-    ):
+    spec = spec_of("model=gpt2", "train.precision=bf16", *SMALL)
+    with pytest.raises(ValueError, match="refused"), compiling_ahead(spec, GPU):
         raise ValueError("refused")
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    ("where", "problem", "said"),
+    [
+        ("_started", BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "temporarily unavailable"),
+        ("_request", PermissionError(errno.EACCES, "Permission denied"), "PermissionError"),
+        ("_cache", RuntimeError("Could not determine home directory"), "home directory"),
+    ],
+)
 def test_a_machine_that_cannot_start_it_trains_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str,
+    problem: Exception,
+    said: str,
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    def fail(*arguments: Any) -> None:
+        raise problem
 
-    monkeypatch.setattr(compile_ahead.subprocess, "Popen", fail)
-    assert compile_ahead._started({}) is None
-    assert "not compiled ahead of the first step: Resource temporarily unavailable" in caplog.text
+    monkeypatch.setattr(compile_ahead, where, fail)
+    begin(spec_of("model=gpt2", "train.precision=bf16", *SMALL))
+    assert "not compiled ahead of the first step: " in caplog.text
+    assert said in caplog.text
+
+
+def test_a_home_that_cannot_be_found_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert compile_ahead._cache() == Path("~/.triton/cache")

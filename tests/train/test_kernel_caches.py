@@ -17,22 +17,33 @@ STRANGER = os.geteuid() + 1
 
 @pytest.fixture
 def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory whose parents belong to this user or to root, and where new temporary directories are made."""
-    monkeypatch.setattr(kernel_caches, "_owner", lambda path: 0 if path in tmp_path.parents else path.stat().st_uid)
-    monkeypatch.setattr(kernel_caches.tempfile, "tempdir", str(tmp_path))
+    """A directory where everybody can write, such as /tmp."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(kernel_caches.tempfile, "tempdir", str(temporary))
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    return shared
 
 
-def test_a_directory_is_made_for_this_user_alone_and_used_again(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_a_directory_is_made_for_this_user_alone_and_used_again(
+    umask: int, owned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caches = {name: owned / "mine" / name.lower() for name in VARIABLES}
     for name, cache in caches.items():
         monkeypatch.setenv(name, str(cache))
-    for _ in range(2):
-        own_kernel_caches()
-        assert {name: os.environ[name] for name in VARIABLES} == {name: str(cache) for name, cache in caches.items()}
-    assert all(cache.stat().st_mode & 0o077 == 0 for cache in caches.values())
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            own_kernel_caches()
+            assert {name: os.environ[name] for name in VARIABLES} == {n: str(cache) for n, cache in caches.items()}
+    finally:
+        os.umask(before)
+    assert all(made.stat().st_mode & 0o077 == 0 for made in (owned / "mine", *caches.values()))
 
 
 def test_without_the_variables_nothing_is_made(owned: Path) -> None:
@@ -53,27 +64,58 @@ def test_they_are_looked_at_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch
     assert looked == ["caches", "gpu"]
 
 
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories that belong to another user."""
+    owners: list[Path] = []
+    owner = kernel_caches._owner
+    monkeypatch.setattr(kernel_caches, "_owner", lambda path: STRANGER if path in owners else owner(path))
+    return owners
+
+
 @pytest.mark.parametrize("whose", ["the directory", "its parent", "the target of a link"])
-def test_what_belongs_to_another_user_is_not_used(
-    whose: str, owned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_a_stranger_can_have_made_is_not_used(
+    whose: str, owned: Path, theirs: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", "argosy")
-    cache = owned / "argosy-1000" / "triton"
+    cache = owned / "argosy-1000" if whose == "the directory" else owned / "argosy-1000" / "triton"
     real = owned / "elsewhere" if whose == "the target of a link" else cache
     real.mkdir(parents=True)
     if real != cache:
         cache.parent.mkdir()
         cache.symlink_to(real)
-    theirs = cache.parent if whose == "its parent" else real
-    monkeypatch.setattr(kernel_caches, "_owner", lambda path: STRANGER if path == theirs else 0)
+    theirs.append(cache.parent if whose == "its parent" else real)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     own_kernel_caches()
     used = Path(os.environ["TRITON_CACHE_DIR"])
     assert used.is_dir()
     assert used not in (cache, real)
     assert used.stat().st_mode & 0o077 == 0
-    assert f"{theirs} belongs to another user ({STRANGER})" in caplog.text
+    assert f"{theirs[0]} belongs to another user ({STRANGER})" in caplog.text
     assert "compiled anew" in caplog.text
+
+
+def test_a_directory_where_everybody_can_write_is_not_used(
+    owned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(owned))
+    own_kernel_caches()
+    assert os.environ["TRITON_CACHE_DIR"] != str(owned)
+    assert f"everybody can write to {owned}" in caplog.text
+
+
+def test_directories_of_people_whom_the_user_trusts_are_used(
+    tmp_path: Path, owned: Path, theirs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A project's, where others cannot write; and root's, which has another number in some containers."""
+    project, roots = tmp_path / "project" / "me" / "triton", owned / "image"
+    project.mkdir(parents=True)
+    roots.mkdir()
+    theirs += [tmp_path / "project", roots, Path("/")]
+    for cache in (project, roots):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+        own_kernel_caches()
+        assert os.environ["TRITON_CACHE_DIR"] == str(cache)
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "a link to nothing", "a read-only disk"])

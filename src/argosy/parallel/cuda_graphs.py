@@ -6,8 +6,8 @@ are copied from where it writes them, and its gradients are assigned to the para
 order and their results are those of an ordinary pass. Of random numbers it knows the generators: their seeds are those of the replay.
 
 The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
-and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it, the graphs are released
-and the evaluation runs again (`CudaGraphs.beside`).
+and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it on one GPU, the graphs are
+released and the evaluation runs again (`CudaGraphs.beside`).
 
 A pass may have collectives. NCCL wants a collective to be captured by all of its ranks or by none, and every rank to replay it, so
 ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective, which cannot be captured:
@@ -26,6 +26,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from argosy.compat.failed_capture import end_failed_capture
 from argosy.model.objective import Loss, Objective
 
 T = TypeVar("T")
@@ -130,15 +131,15 @@ class CudaGraphs:
                 raise
         # Here, where the error has let go of what the work had in memory.
         self.release()
-        torch.cuda.empty_cache()
         self._news.append("no CUDA graph is used from here on: an evaluation needs its memory")
         return work()
 
     def release(self) -> None:
-        """Destroy the graphs. No pass is captured from here on."""
+        """Destroy the graphs, and free their memory. No pass is captured from here on."""
         for recording in self._first.values():
             recording.release()
         self._first, self._begun, self._pool, self._recorded, self.wanted = {}, None, None, 0, False
+        torch.cuda.empty_cache()
 
     def take_news(self) -> list[str]:
         """Return the messages for the user since the last call."""
@@ -178,7 +179,8 @@ class CudaGraphs:
             return True
         if recording is not None:
             recording.release()
-        self.wanted = False
+        # Nothing is replayed from here on. No graph runs at the moment: a capture begins by waiting for the device.
+        self.release()
         self._news.append(f"no CUDA graph is used: the pass cannot be captured ({why})")
         self._hand(before)
         return False
@@ -220,6 +222,7 @@ def record(
         # After a capture that failed, torch 2.11 takes the generator to be captured still, and stays on the stream of the capture.
         own = torch.Generator(default.device).manual_seed(seed).graphsafe_get_state()
         torch.cuda.set_stream(stream)
+        end_failed_capture(pool)
         raise
     finally:
         default.graphsafe_set_state(own)

@@ -176,8 +176,10 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
     try:
         yield replace(make_mesh(parallel, device), local_rank=world.local_rank)
     finally:
-        release_graphs()
-        dist.destroy_process_group()
+        try:
+            release_graphs()
+        finally:
+            dist.destroy_process_group()
 
 
 def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:

@@ -50,7 +50,7 @@ class GradientSums:
         self._buckets = list(_buckets(trained, most))
         self._bucket_of = {parameter: n for n, bucket in enumerate(self._buckets) for parameter in bucket}
         self._hooked = False
-        self.abandon()
+        self._begin()
 
     def arm(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Take the next gradient of each of the parameters, by default all, as its last of the step."""
@@ -77,10 +77,15 @@ class GradientSums:
             work.wait()
             if copies:
                 copy_(*map(list, zip(*copies, strict=True)))
-        self.abandon()
+        self._begin()
 
     def abandon(self) -> None:
-        """Begin anew, for the gradients of another step."""
+        """Begin anew after a failure. A capture that has launched sums can only end once its stream waits for them."""
+        for work, *_ in self._sums:
+            work.wait()
+        self._begin()
+
+    def _begin(self) -> None:
         self._armed: set[nn.Parameter] = set()
         # Parameters whose gradient may still change, and how many each bucket has of them.
         self._missing = dict.fromkeys(self._bucket_of)

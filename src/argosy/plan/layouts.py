@@ -66,6 +66,11 @@ class Layout:
         return stage == 0, stage == (0 if self.schedule in V_SHAPED else self.pp - 1)
 
     @property
+    def is_capturable(self) -> bool:
+        """True if a pass can be captured as a CUDA graph: nothing in it is decided by the host."""
+        return self.zero == 0 and self.pp == self.ep == 1
+
+    @property
     def shards(self) -> int:
         """Number of ranks that hold the same part of the model, over which ZeRO can shard it."""
         return self.dp * self.cp // self.copies
@@ -139,7 +144,8 @@ class Work:
     `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
     other frameworks' models. `rule` is the optimiser, `rule_keys` its keys in the run spec. `reduced` is bytes of a gradient element while it is
     reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: the step may
-    run as a CUDA graph on one GPU, if the stack supports it; `replayed_by_ranks`: on several GPUs too.
+    run as a CUDA graph on one GPU, if the stack supports it; `replayed_by_ranks`: on several GPUs too, and no layout will do where it
+    cannot.
     """
 
     model: ModelSpec

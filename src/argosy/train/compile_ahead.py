@@ -43,21 +43,28 @@ from argosy.train.step import take_step
 # "off": kernels are compiled as they are launched.
 SWITCH = "ARGOSY_COMPILE_AHEAD"
 # The longest that the first step waits. A process whose run is gone ends by itself.
-_LONGEST_WAIT_S, _LONGEST_LIFE_S = 60.0, 180
+_LONGEST_WAIT_S, _LONGEST_LIFE_S, _POLL_S = 60.0, 180, 0.1
 _MOST_THREADS = 16
 # Back ends of attention whose launches the meta device shows. The others are compiled by torch or by CuTe.
 _SHOWN = {"hopper", "sdpa"}
 
 _log = logging.getLogger("argosy")
 
+# Waits for the other process, unless the run is asked to stop.
+Wait = Callable[[Callable[[], bool]], None]
+
 
 @contextmanager
-def compiling_ahead(spec: RunSpec, device: torch.device) -> Iterator[Callable[[], None]]:
+def compiling_ahead(spec: RunSpec, device: torch.device) -> Iterator[Wait]:
     """Run the other process if it is needed, until the end of the block at the latest. Yield what waits for it."""
-    request = _request(spec, device)
-    process = None if request is None else _started(request)
+    process = None
     try:
-        yield (lambda: None) if process is None else partial(_wait, process, time.monotonic() + _LONGEST_WAIT_S)
+        if (request := _request(spec, device)) is not None:
+            process = _started(request)
+    except Exception as problem:  # noqa: BLE001 - training does not depend on it
+        _log.warning("kernels are not compiled ahead of the first step: %s: %s", type(problem).__name__, problem)
+    try:
+        yield _no_wait if process is None else partial(_wait, process, time.monotonic() + _LONGEST_WAIT_S)
     finally:
         if process is not None:
             process.kill()
@@ -80,39 +87,46 @@ def _request(spec: RunSpec, device: torch.device) -> dict[str, Any] | None:
     return {"spec": twin.model_dump(mode="json"), "precision": precision, "gpu": [*gpu], "note": str(note)}
 
 
-def _started(request: dict[str, Any]) -> subprocess.Popen[bytes] | None:
-    command = [sys.executable, "-m", "argosy.train.compile_ahead"]
-    try:
-        # Not a pipe: one that is full would block until the other process has imported torch.
-        with TemporaryFile() as file:
-            file.write(orjson.dumps(request))
-            file.seek(0)
-            null, environment = subprocess.DEVNULL, os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-            return subprocess.Popen(command, stdin=file, stdout=null, stderr=null, env=environment)
-    except OSError as problem:
-        _log.warning("kernels are not compiled ahead of the first step: %s", problem.strerror)
-        return None
+def _started(request: dict[str, Any]) -> subprocess.Popen[bytes]:
+    # -P: what lies in this directory is not what the other process imports.
+    command = [sys.executable, "-P", "-m", "argosy.train.compile_ahead"]
+    # Not a pipe: one that is full would block until the other process has imported torch.
+    with TemporaryFile() as file:
+        file.write(orjson.dumps(request))
+        file.seek(0)
+        null, environment = subprocess.DEVNULL, os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.Popen(command, stdin=file, stdout=null, stderr=null, env=environment)
 
 
-def _wait(process: subprocess.Popen[bytes], until: float) -> None:
-    """Wait until the other process has ended, and end it if it takes too long."""
+def _no_wait(is_asked: Callable[[], bool]) -> None:
+    pass
+
+
+def _wait(process: subprocess.Popen[bytes], until: float, is_asked: Callable[[], bool]) -> None:
+    """Wait until the other process has ended. End it if it takes too long or the run is asked to stop."""
     if process.poll() is None:
         _log.info("compiling the kernels of this model for this GPU: its first start on this machine")
-    try:
-        process.wait(max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    while process.poll() is None:
+        if time.monotonic() > until or is_asked():
+            process.kill()
+            process.wait()
+            return
+        time.sleep(_POLL_S)
+    if process.returncode:
+        _log.info("not all kernels could be compiled ahead; the others are compiled as they are launched")
 
 
 def twin_of(spec: RunSpec) -> RunSpec | None:
-    """Return a run on one device whose passes launch the kernels of this run's; None where ranks share a pass or torch compiles it."""
+    """Return a run on one device whose passes launch the kernels of this run's; None where ranks share a pass or torch compiles it.
+
+    With `dp_shard` its updates are by other kernels."""
     parallel = spec.parallel
     if max(parallel.tp, parallel.cp, parallel.pp, parallel.ep) > 1 or parallel.compile != "off":
         return None
-    samples = spec.train.global_batch // parallel.data_parallel
-    # Gradients of a second micro-batch are added by other kernels.
-    samples = min(samples, 2 * parallel.micro_batch)
+    share = spec.train.global_batch // parallel.data_parallel
+    # Gradients that several micro-batches or ranks sum have 32 bits, and other kernels.
+    sums = share > parallel.micro_batch or (parallel.data_parallel > 1 and parallel.reduce == "fp32")
+    samples = (1 + sums) * parallel.micro_batch
     alone = ParallelSpec(micro_batch=parallel.micro_batch, recompute=parallel.recompute)
     train = spec.train.model_copy(update={"global_batch": samples, "batch_rampup": None})
     return spec.model_copy(update={"parallel": alone, "train": train})
@@ -136,8 +150,10 @@ def main() -> None:
     spec, gpu = RunSpec.model_validate(request["spec"]), Gpu((major, minor), processors)
     try:
         compile_kernels(spec, request["precision"], gpu, min(_MOST_THREADS, available_cores()))
+    except (OSError, MemoryError):
+        raise
     except Exception:
-        # It would fail the next time too.
+        # A step that the meta device cannot take: it would fail the next time too.
         _write(Path(request["note"]))
         raise
     _write(Path(request["note"]))
@@ -160,8 +176,8 @@ def _digest(twin: RunSpec, precision: str, gpu: Gpu) -> str:
 
 
 def _cache() -> Path:
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
 
 
 if __name__ == "__main__":

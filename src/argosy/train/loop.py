@@ -57,13 +57,13 @@ class Trainer:
         opening: Opening | None = None,
         start: Source | None = None,
         profile: Window | None = None,
-        before_steps: Callable[[], None] = lambda: None,
+        before_steps: Callable[[Callable[[], bool]], None] = lambda is_asked: None,
     ) -> None:
         """Args:
         opening: on the first rank, the record of this start.
         start: the weights that `init_from` names, if the run has no checkpoint.
         profile: steps to profile with torch's profiler.
-        before_steps: called when weights and data are there, before the first pass of the model.
+        before_steps: called before the model's first pass, with what returns whether a signal asks for a stop.
         """
         spec = session.spec
         self.session, self.journal, self.run, self.heartbeat = session, journal, journal.run, heartbeat
@@ -100,7 +100,7 @@ class Trainer:
             with Interrupt(quiet=not (first_rank and ends_process), hold=ends_process) as interrupt:
                 self.agreement.listen(interrupt)
                 self.saving.prepare()
-                self._before_steps()
+                self._before_steps(lambda: interrupt.asked is not None)
                 self._evaluate_if_missed(first, console)
                 last = self._run(first, console)
                 interrupt.settle()

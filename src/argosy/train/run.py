@@ -142,10 +142,12 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
             run.close()
 
 
-def _compiling_ahead(spec: RunSpec, device: torch.device, world: World) -> AbstractContextManager[Callable[[], None]]:
+def _compiling_ahead(
+    spec: RunSpec, device: torch.device, world: World
+) -> AbstractContextManager[Callable[[Callable[[], bool]], None]]:
     """Return a context in which one process on each machine compiles the kernels of a GPU. It gives what waits for that process."""
     if device.type != "cuda" or world.local_rank:
-        return nullcontext(lambda: None)
+        return nullcontext(lambda is_asked: None)
     from argosy.train.compile_ahead import compiling_ahead
 
     return compiling_ahead(spec, device)
