@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +176,7 @@ def test_a_step_that_the_meta_device_cannot_take_is_not_tried_at_every_start(
     monkeypatch.setattr(compile_ahead.sys, "stdin", SimpleNamespace(buffer=BytesIO(json.dumps(request).encode())))
     lives: list[int] = []
     monkeypatch.setattr(compile_ahead.signal, "alarm", lives.append)
+    monkeypatch.setattr(os, "nice", lives.append)
 
     def compile_kernels(spec: RunSpec, precision: str, gpu: Gpu, threads: int) -> None:
         assert (precision, gpu) == ("bf16", ((8, 0), 1))
@@ -188,7 +188,7 @@ def test_a_step_that_the_meta_device_cannot_take_is_not_tried_at_every_start(
     with nullcontext() if problem is None else pytest.raises(type(problem)):
         compile_ahead.main()
     assert note.exists() == noted
-    assert lives == [compile_ahead._LONGEST_LIFE_S]
+    assert lives == [compile_ahead._LONGEST_LIFE_S, compile_ahead._NICE]
 
 
 def test_gradients_that_ranks_sum_in_32_bits_are_those_of_two_micro_batches() -> None:
@@ -212,13 +212,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     return requests
 
 
-def never() -> bool:
-    return False
-
-
 def begin(spec: RunSpec, device: torch.device = GPU) -> None:
-    with compiling_ahead(spec, device) as wait:
-        wait(never)
+    with compiling_ahead(spec, device):
+        pass
 
 
 def test_a_process_is_started_until_there_is_a_note_of_such_a_run(
@@ -269,27 +265,25 @@ def test_it_can_be_turned_off(variable: str, asked: list[dict[str, Any]], monkey
 def test_one_process_of_a_machine_starts_it(asked: list[dict[str, Any]]) -> None:
     spec = spec_of("model=gpt2", "train.precision=bf16", *SMALL)
     for local_rank in (1, 7, 0):
-        with run._compiling_ahead(spec, GPU, World(rank=local_rank, size=8, local_rank=local_rank)) as wait:
-            wait(never)
+        with run._compiling_ahead(spec, GPU, World(rank=local_rank, size=8, local_rank=local_rank)):
+            pass
     assert len(asked) == 1
 
 
-def test_a_run_waits_for_it_before_its_first_pass(
-    write_spec: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[bool] = []
-    path = write_spec()
+def test_it_runs_while_a_run_trains(write_spec: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = write_spec(), list[str]()
     resolved = resolve(path, ["train.steps=3", "log.every=1ba"])
     metrics = Path(resolved.spec.runs_dir) / resolved.spec.name / "metrics.jsonl"
 
-    def wait(is_asked: Callable[[], bool]) -> None:
-        assert not is_asked()
-        logged.append(metrics.exists())
+    @contextmanager
+    def beside(spec: RunSpec, device: torch.device, world: World) -> Iterator[None]:
+        seen.append("before the first step" if not metrics.exists() else "later")
+        yield
+        seen.append("after the last one" if '"step":3' in metrics.read_text().replace(" ", "") else "earlier")
 
-    monkeypatch.setattr(run, "_compiling_ahead", lambda *about: nullcontext(wait))
+    monkeypatch.setattr(run, "_compiling_ahead", beside)
     assert run.train(resolved, path, run.TrainOptions(quiet=True)) == 0
-    assert logged == [False]
-    assert metrics.exists()
+    assert seen == ["before the first step", "after the last one"]
 
 
 @pytest.fixture
@@ -308,24 +302,6 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], subprocess.Pop
         return started(request)
 
     return start
-
-
-@pytest.mark.parametrize(
-    ("sleeps", "limit", "asked_to_stop", "code"),
-    [(0.5, 60.0, False, 0), (60.0, 0.3, False, -signal.SIGKILL), (60.0, 60.0, True, -signal.SIGKILL)],
-)
-def test_the_first_step_waits_for_it_and_not_for_ever(
-    sleeps: float, limit: float, asked_to_stop: bool, code: int, sleeper: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "argosy")
-    process, until = sleeper(sleeps), time.monotonic() + limit
-    compile_ahead._wait(process, until, lambda: asked_to_stop)
-    assert process.returncode == code
-    assert "compiling the kernels of this model" in caplog.text
-    caplog.clear()
-    compile_ahead._wait(process, until, never)
-    assert bool(caplog.text) == (code != 0)
-    assert "not all kernels could be compiled ahead" in caplog.text or not code
 
 
 def test_a_run_that_is_refused_leaves_no_process_behind(

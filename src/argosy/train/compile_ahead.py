@@ -1,8 +1,8 @@
-"""The kernels of a run's first steps, compiled in parallel by another process while this one opens data and draws weights.
+"""The kernels of a run's first steps, compiled in parallel by another process while this one opens data, draws weights and begins.
 
 A kernel is otherwise compiled when it is first launched, one after the other. The other process takes two steps of the same model on the
 meta device, which stands for the GPU: what they launch is what the run will launch, and Triton's cache on disk is where the run finds it.
-It is started if that cache has no note of such a run. If it fails or takes too long, the run compiles what is missing, as it would have.
+It is started if that cache has no note of such a run. Nothing waits for it: the run compiles what it does not find, as it would have.
 
     python -m argosy.train.compile_ahead < request.json
 """
@@ -15,10 +15,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -42,21 +40,20 @@ from argosy.train.step import take_step
 
 # "off": kernels are compiled as they are launched.
 SWITCH = "ARGOSY_COMPILE_AHEAD"
-# The longest that the first step waits. A process whose run is gone ends by itself.
-_LONGEST_WAIT_S, _LONGEST_LIFE_S, _POLL_S = 60.0, 180, 0.1
+# Seconds. A process whose run is gone ends by itself.
+_LONGEST_LIFE_S = 180
 _MOST_THREADS = 16
+# The run, which may have few cores, comes first.
+_NICE = 5
 # Back ends of attention whose launches the meta device shows. The others are compiled by torch or by CuTe.
 _SHOWN = {"hopper", "sdpa"}
 
 _log = logging.getLogger("argosy")
 
-# Waits for the other process, unless the run is asked to stop.
-Wait = Callable[[Callable[[], bool]], None]
-
 
 @contextmanager
-def compiling_ahead(spec: RunSpec, device: torch.device) -> Iterator[Wait]:
-    """Run the other process if it is needed, until the end of the block at the latest. Yield what waits for it."""
+def compiling_ahead(spec: RunSpec, device: torch.device) -> Iterator[None]:
+    """Run the other process if it is needed, until the end of the block at the latest."""
     process = None
     try:
         if (request := _request(spec, device)) is not None:
@@ -64,7 +61,7 @@ def compiling_ahead(spec: RunSpec, device: torch.device) -> Iterator[Wait]:
     except Exception as problem:  # noqa: BLE001 - training does not depend on it
         _log.warning("kernels are not compiled ahead of the first step: %s: %s", type(problem).__name__, problem)
     try:
-        yield _no_wait if process is None else partial(_wait, process, time.monotonic() + _LONGEST_WAIT_S)
+        yield
     finally:
         if process is not None:
             process.kill()
@@ -98,24 +95,6 @@ def _started(request: dict[str, Any]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=file, stdout=null, stderr=null, env=environment)
 
 
-def _no_wait(is_asked: Callable[[], bool]) -> None:
-    pass
-
-
-def _wait(process: subprocess.Popen[bytes], until: float, is_asked: Callable[[], bool]) -> None:
-    """Wait until the other process has ended. End it if it takes too long or the run is asked to stop."""
-    if process.poll() is None:
-        _log.info("compiling the kernels of this model for this GPU: its first start on this machine")
-    while process.poll() is None:
-        if time.monotonic() > until or is_asked():
-            process.kill()
-            process.wait()
-            return
-        time.sleep(_POLL_S)
-    if process.returncode:
-        _log.info("not all kernels could be compiled ahead; the others are compiled as they are launched")
-
-
 def twin_of(spec: RunSpec) -> RunSpec | None:
     """Return a run on one device whose passes launch the kernels of this run's; None where ranks share a pass or torch compiles it.
 
@@ -145,6 +124,7 @@ def compile_kernels(spec: RunSpec, precision: str, gpu: Gpu, threads: int) -> No
 
 def main() -> None:
     signal.alarm(_LONGEST_LIFE_S)
+    os.nice(_NICE)
     request = orjson.loads(sys.stdin.buffer.read())
     (major, minor), processors = request["gpu"]
     spec, gpu = RunSpec.model_validate(request["spec"]), Gpu((major, minor), processors)

@@ -6,7 +6,7 @@ learning rate are functions of the step, so a killed and resumed run gives the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -57,17 +57,15 @@ class Trainer:
         opening: Opening | None = None,
         start: Source | None = None,
         profile: Window | None = None,
-        before_steps: Callable[[Callable[[], bool]], None] = lambda is_asked: None,
     ) -> None:
         """Args:
         opening: on the first rank, the record of this start.
         start: the weights that `init_from` names, if the run has no checkpoint.
         profile: steps to profile with torch's profiler.
-        before_steps: called before the model's first pass, with what returns whether a signal asks for a stop.
         """
         spec = session.spec
         self.session, self.journal, self.run, self.heartbeat = session, journal, journal.run, heartbeat
-        self.opening, self.start, self.profile, self._before_steps = opening, start, profile, before_steps
+        self.opening, self.start, self.profile = opening, start, profile
         self.agreement = Agreement(session.mesh)
         clock = self.agreement.now
         self.logs = session.timer(spec.log.every, clock)
@@ -76,10 +74,11 @@ class Trainer:
             spec.guard, session.mesh, session.optimizer, lambda every: session.timer(every, clock)
         )
         saves = session.timer(first_interval(spec.checkpoint), clock)
-        self.stopped_early, self.consumed_samples = False, 0
+        self.stopped_early = False
         self.saving = Saving(self.run, spec.checkpoint, session.optimizer, saves, self.agreement, self.journal.event)
         self.validations = Validations(self.run, spec, session.mesh)
         self.between_steps = open_between_steps(session, journal, self.agreement, heartbeat.beat)
+        self.consumed_samples = 0
 
     def fit(self, notes: Iterable[str] = (), *, quiet: bool, ends_process: bool = False) -> int:
         """Train to the end of the run or to a signal. Returns the exit code. `notes` are messages about the run directory."""
@@ -100,7 +99,6 @@ class Trainer:
             with Interrupt(quiet=not (first_rank and ends_process), hold=ends_process) as interrupt:
                 self.agreement.listen(interrupt)
                 self.saving.prepare()
-                self._before_steps(lambda: interrupt.asked is not None)
                 self._evaluate_if_missed(first, console)
                 last = self._run(first, console)
                 interrupt.settle()

@@ -110,7 +110,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
     with (
         open_heartbeat(world.rank) as heartbeat,
-        _compiling_ahead(spec, device, world) as wait_for_kernels,
+        _compiling_ahead(spec, device, world),
         joined(spec.parallel, world, device) as mesh,
     ):
         session = open_session(spec, mesh)
@@ -128,26 +128,16 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
                 _told(events, mesh, heartbeat),
             ):
                 journal = Journal(run, metrics, events, writes=mesh.is_first, on_record=options.on_record)
-                trainer = Trainer(
-                    session,
-                    journal,
-                    heartbeat,
-                    opening=opening,
-                    start=start,
-                    profile=profile,
-                    before_steps=wait_for_kernels,
-                )
+                trainer = Trainer(session, journal, heartbeat, opening=opening, start=start, profile=profile)
                 return trainer.fit(notes, quiet=options.quiet, ends_process=options.ends_process)
         finally:
             run.close()
 
 
-def _compiling_ahead(
-    spec: RunSpec, device: torch.device, world: World
-) -> AbstractContextManager[Callable[[Callable[[], bool]], None]]:
-    """Return a context in which one process on each machine compiles the kernels of a GPU. It gives what waits for that process."""
+def _compiling_ahead(spec: RunSpec, device: torch.device, world: World) -> AbstractContextManager[None]:
+    """Return a context in which one process on each machine compiles the kernels of a GPU."""
     if device.type != "cuda" or world.local_rank:
-        return nullcontext(lambda is_asked: None)
+        return nullcontext()
     from argosy.train.compile_ahead import compiling_ahead
 
     return compiling_ahead(spec, device)

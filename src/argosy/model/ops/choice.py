@@ -10,15 +10,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from argosy.errors import ArgosyError
+
+T = TypeVar("T")
 
 _CHOICES = ("auto", "torch", "triton")
 _forced: list[bool] = []
@@ -46,14 +48,9 @@ def use_kernel(x: Tensor) -> bool:
     return _available() and (x.is_cuda or _interpreted() or (bool(_on_meta) and x.is_meta))
 
 
-@contextmanager
-def meta_as(gpu: Gpu) -> Iterator[None]:
+def meta_as(gpu: Gpu) -> AbstractContextManager[None]:
     """Choose kernels for tensors on the meta device as if they were on this GPU. None can run: something has to take the launches."""
-    _on_meta.append(gpu)
-    try:
-        yield
-    finally:
-        _on_meta.pop()
+    return _inside(_on_meta, gpu)
 
 
 def stood_for(device: torch.device) -> Gpu | None:
@@ -82,14 +79,18 @@ def installed(package: str) -> str | None:
         return None
 
 
-@contextmanager
-def kernels(on: bool) -> Iterator[None]:
+def kernels(on: bool) -> AbstractContextManager[None]:
     """Force every operation inside to its Triton form, or to its torch form."""
-    _forced.append(on)
+    return _inside(_forced, on)
+
+
+@contextmanager
+def _inside(stack: list[T], value: T) -> Iterator[None]:
+    stack.append(value)
     try:
         yield
     finally:
-        _forced.pop()
+        stack.pop()
 
 
 def gpu_refusal(device: torch.device, capabilities: tuple[int, ...]) -> str | None:
