@@ -152,7 +152,7 @@ def test_a_run_finds_what_was_compiled_ahead(tmp_path: Path, monkeypatch: pytest
     assert twin is not None
     spec = twin.model_dump(mode="json")
     request = json.dumps({"spec": spec, "precision": "bf16", "gpu": [[8, 0], 1], "note": str(note)}).encode()
-    for cache, program in (("ahead", ["-m", "argosy.train.compile_ahead"]), ("launched", ["-c", WITH_MEMORY])):
+    for cache, program in (("ahead", ["-P", "-m", "argosy.train.compile_ahead"]), ("launched", ["-c", WITH_MEMORY])):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / cache))
         done = subprocess.run([sys.executable, *program], input=request, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
