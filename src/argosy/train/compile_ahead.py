@@ -43,7 +43,7 @@ SWITCH = "ARGOSY_COMPILE_AHEAD"
 # Seconds. A process whose run is gone ends by itself.
 _LONGEST_LIFE_S = 180
 _MOST_THREADS = 16
-# The run, which may have few cores, comes first.
+# The run, which begins meanwhile, comes first: it has the other half of the cores.
 _NICE = 5
 # Back ends of attention whose launches the meta device shows. The others are compiled by torch or by CuTe.
 _SHOWN = {"hopper", "sdpa"}
@@ -129,7 +129,7 @@ def main() -> None:
     (major, minor), processors = request["gpu"]
     spec, gpu = RunSpec.model_validate(request["spec"]), Gpu((major, minor), processors)
     try:
-        compile_kernels(spec, request["precision"], gpu, min(_MOST_THREADS, available_cores()))
+        compile_kernels(spec, request["precision"], gpu, min(_MOST_THREADS, max(1, available_cores() // 2)))
     except (OSError, MemoryError):
         raise
     except Exception:
