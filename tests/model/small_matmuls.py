@@ -25,6 +25,22 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget()
 
 
+def fill_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels serve only what fills the multiprocessors of an H200."""
+    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.9)
+    monkeypatch.setattr(beside, "processors", lambda device: 132)
+
+
+def shifted(weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight at an address that TMA cannot load from."""
+    return torch.empty(weight.numel() + 1, device=DEVICE, dtype=weight.dtype)[1:].view(weight.shape).copy_(weight)
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight with its columns, not its rows, next to each other in memory."""
+    return weight.t().contiguous().t()
+
+
 def _forget() -> None:
     for cached in (beside.fits, beside._runs_on):
         cached.cache_clear()

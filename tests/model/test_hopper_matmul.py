@@ -24,7 +24,7 @@ from argosy.model.ops.kernels import hopper_matmul
 from argosy.model.ops.matmul import listen, weights_later
 from argosy.parallel.transformer_blocks import recompute_block
 from argosy.train.kernel_profile import kind_of
-from model.small_matmuls import DEVICE, HOPPER, small_shapes
+from model.small_matmuls import DEVICE, HOPPER, fill_an_h200, shifted, small_shapes, transposed
 
 # Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
@@ -213,17 +213,15 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
     elif why == "no tokens":
         x = x[:, :0]
     elif why == "few tiles":
-        monkeypatch.setattr(beside, "_LEAST_FILLED", 0.9)
-        monkeypatch.setattr(beside, "processors", lambda device: 132)
+        fill_an_h200(monkeypatch)
     elif why == "a small model":
         monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
     elif why == "a narrow row":
         module = module_of("swiglu", width=72)
     elif why == "a shifted weight":
-        shifted = torch.empty(weight.numel() + 1, device=DEVICE, dtype=weight.dtype)[1:].view(weight.shape)
-        module.down.weight = torch.nn.Parameter(shifted.copy_(weight))
+        module.down.weight = torch.nn.Parameter(shifted(weight))
     elif why == "a transposed weight":
-        module.down.weight = torch.nn.Parameter(weight.t().contiguous().t())
+        module.down.weight = torch.nn.Parameter(transposed(weight))
     elif why == "a weight of 32 bits":
         module.up.weight = torch.nn.Parameter(module.up.weight.float())
     assert module._fused(x) is None
@@ -231,8 +229,7 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
 
 @pytest.mark.parametrize(("factors", "filled"), [(1, False), (2, True)])
 def test_tiles_of_all_factors_count(factors: int, filled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_LEAST_FILLED", 0.9)
-    monkeypatch.setattr(beside, "processors", lambda device: 132)
+    fill_an_h200(monkeypatch)
     assert beside.fits(DEVICE, 66 * 128, 512, 256, factors=factors) == filled
 
 

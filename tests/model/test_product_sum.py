@@ -22,7 +22,7 @@ from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel, r
 from argosy.model.ops.matmul import weights_later
 from argosy.parallel.tensor.apply import _connect
 from argosy.parallel.transformer_blocks import apply_recompute
-from model.small_matmuls import DEVICE, HOPPER, small_shapes
+from model.small_matmuls import DEVICE, HOPPER, fill_an_h200, shifted, small_shapes, transposed
 
 MEASURED = product_sum._MEASURED
 # Tokens, inner and outer width; then parts of tiles in every direction, fewer tiles than processors, and many.
@@ -131,14 +131,13 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(why: str, monkeypatch: pyt
     elif why == "no tokens":
         stream = stream[:, :0]
     elif why == "few tiles":
-        monkeypatch.setattr(beside, "_LEAST_FILLED", 0.9)
-        monkeypatch.setattr(beside, "processors", lambda device: 132)
+        fill_an_h200(monkeypatch)
     elif why == "a small depth":
         monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
     elif why == "a shifted weight":
-        weight = torch.empty(weight.numel() + 1, device=DEVICE, dtype=weight.dtype)[1:].view(weight.shape).copy_(weight)
+        weight = shifted(weight)
     elif why == "a transposed weight":
-        weight = weight.t().contiguous().t()
+        weight = transposed(weight)
     elif why == "a weight of 32 bits":
         weight = weight.float()
     assert product_sum.serves_sum(stream, weight) == (why == "nothing")

@@ -14,6 +14,7 @@ from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
 from argosy.plan.layout_rules import violations
 from argosy.plan.layouts import Layout, Work, parallel_keys
+from argosy.plan.refused_questions import nothing_found
 from argosy.plan.search import EQUAL, Candidate, Found, evaluate, micro_batches, search
 
 
@@ -84,6 +85,16 @@ def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> 
     assert not free[0].layout.is_capturable
     assert captured
     assert all(candidate.layout.is_capturable for candidate in captured)
+
+
+@pytest.mark.parametrize("graph", ["auto", "on"])
+def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None:
+    known, cluster = calibration(), parse_cluster("4xp5.48xlarge")
+    work = Work(resolve_model("llama3-70b"), 4096, 64, replayed_by_ranks=graph == "on")
+    answer = search(work, cluster, known.stacks["argosy"], known, {})
+    assert bool(answer.best) == (graph == "auto")
+    fix = nothing_found(work, cluster, {}, found("gpt3-175b", "1xH100", 8, 2048)).fix
+    assert str(fix).startswith("parallel.graph=auto, which allows dp_shard") == (graph == "on")
 
 
 def test_what_is_offered_can_be_written_in_a_run_spec() -> None:

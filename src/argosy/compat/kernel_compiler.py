@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 
 class _Described:
@@ -39,16 +38,16 @@ def compiling_only(capability: tuple[int, int], threads: int) -> Iterator[None]:
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    run = JITFunction.run
+    run, active = JITFunction.run, driver._active
     major, minor = capability
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *arguments, grid=grid, warmup=True, **options)
 
-    with (
-        patch.object(driver, "_active", _Described(GPUTarget("cuda", 10 * major + minor, 32))),
-        patch.object(JITFunction, "run", compile_only),
-        ThreadPoolExecutor(threads) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        yield
+    driver._active = _Described(GPUTarget("cuda", 10 * major + minor, 32))
+    JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            yield
+    finally:
+        JITFunction.run, driver._active = run, active

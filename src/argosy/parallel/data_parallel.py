@@ -52,9 +52,11 @@ class DataParallel:
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
         self._texts = TextInputs.of(mesh, parallel)
         self._data_rank = mesh.data_rank
-        self._whole = WholePass(self._micro_batches, self._reduction, alone=mesh.size("tp", "cp") == 1)
+        # The pass that the graphs replay. None: passes are launched one by one.
+        self._whole: WholePass | None = None
         self._graphs: CudaGraphs | None = None
         if graph == "on":
+            self._whole = WholePass(self._micro_batches, self._reduction, alone=mesh.size("tp", "cp") == 1)
             self._graphs = CudaGraphs(
                 self._whole, model.parameters(), mesh.device, dropout.captured,
                 always=True, kind=self._whole.is_last, tell_all=all_gather_json,
@@ -83,7 +85,7 @@ class DataParallel:
 
     def _before_pass(self, last: bool) -> None:
         reduce_copies(self.model, last=last)
-        if self._graphs is not None:
+        if self._whole is not None:
             self._whole.last = last
         elif last:
             self._reduction.arm()

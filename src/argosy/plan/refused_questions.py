@@ -49,13 +49,15 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         need, state = found.nearest.fullest.device, least_state_bytes(work.model, work.rule) / GIB
         least = ceil(state / (FOR_STATE * cluster.gpu.memory))
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
+        # Without them, each replica and tensor-parallel group holds all weights and their optimiser state.
+        freer = "parallel.graph=auto, which allows dp_shard, pp and ep; or " if work.replayed_by_ranks else ""
         return ArgosyError(
             "plan.does-not-fit",
             f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB per GPU ({found.nearest.layout}), "
             f"and {cluster.gpu.name} has {cluster.gpu.memory:g}; weights, gradients and optimiser state are {state:,.0f} GiB in all",
             key="--cluster",
             value=cluster.name,
-            fix=f"use {more}, GPUs with more memory, or shorter sequences",
+            fix=f"{freer}use {more}, GPUs with more memory, or shorter sequences",
         )
     why, fix = "they do not divide", "choose a batch that is a multiple of the number of GPUs"
     tried = Layout(**fixed) if fixed else Layout(dp=cluster.gpus)  # type: ignore[arg-type]
