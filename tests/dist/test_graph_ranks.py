@@ -34,15 +34,15 @@ LAYOUTS = [
     ("llama", "dp_replicate=2 micro_batch=2", 3),
     ("gpt", "dp_replicate=2 reduce=bf16 train.precision=bf16", 2),
     ("gpt", "dp_replicate=2 model.dropout=0.1", 2),
-    ("moe", "dp_replicate=4", 1),
+    ("moe", "dp_replicate=4 train.precision=bf16", 1),
     ("gpt", "tp=2", 2),
-    ("moe", "tp=2 sp=false", 2),
+    ("moe", "tp=2 sp=false train.precision=bf16 model.moe.ffn=32", 2),
     ("llama", "tp=2 train.z_loss=0.1 model.qk_norm=true", 2),
     ("llama", "tp=2 recompute=selective", 2),
     ("bert", "tp=2", 2),
     ("t5", "tp=2 dp_replicate=2 micro_batch=8", 1),
     ("lora", "tp=2 micro_batch=16", 1),
-    ("moe", "cp=2", 2),
+    ("moe", "cp=2 train.precision=bf16", 2),
     ("gpt", "cp=2 cp_kind=ulysses", 2),
     ("llama", "dp_replicate=2 cp=2 tp=2", 2),
 ]
@@ -57,7 +57,9 @@ class Captured(NamedTuple):
     replays: bool
 
 
-def train_captured(model: str, layout: str, steps: int, how: str = "as usual", evaluates: bool = False) -> Captured:
+def train_captured(
+    model: str, layout: str, steps: int, how: str = "as usual", evaluates: bool = False, graph: str = "on"
+) -> Captured:
     made: list[data_parallel.DataParallel] = []
     engine = data_parallel.DataParallel
 
@@ -66,7 +68,7 @@ def train_captured(model: str, layout: str, steps: int, how: str = "as usual", e
         return made[-1]
 
     with _recording(how) as tried, patch.object(data_parallel, "DataParallel", kept):
-        trace = train_steps(model, f"{layout} graph=on", steps, evaluates)
+        trace = train_steps(model, f"{layout} graph={graph}", steps, evaluates)
     return Captured(trace, len(tried), made[0].news(), made[0].uses_cuda_graph)
 
 
@@ -144,12 +146,40 @@ def test_captured_passes_have_the_numbers_of_one_process_and_the_bits_of_launche
         require_equal(model, layout, [captured.trace for captured in found])
 
 
+def train_timed(model: str, layout: str, steps: int, tails: list[float]) -> Captured:
+    """Let a rank find its pass launch-bound where its entry of `tails` is above 1, and not where it is 0."""
+    with (
+        patch.object(cuda_graphs, "_TAIL", tails[dist.get_rank()]),
+        nullcontext() if ON_GPU else patch.object(torch.cuda, "synchronize", lambda device: None),
+    ):
+        return train_captured(model, layout, steps, graph="auto")
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2 micro_batch=8", "tp=2 micro_batch=16"])
+def test_all_ranks_capture_a_pass_that_is_launch_bound_on_one(pool: Pool, layout: str) -> None:
+    found: list[Any] = run(pool, "llama", layout, train_timed, [0.0, 1.1], steps=STEPS)
+    for captured, trace in zip(found, run(pool, "llama", layout, steps=STEPS), strict=True):
+        assert (captured.tried, captured.replays) == (1, True)
+        assert [news.split(" (")[0] for news in captured.news] == ["step is launch-bound"]
+        require_same_bits(captured.trace, trace)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2", "dp_replicate=2 cp=2 tp=2"])
+def test_nothing_is_captured_where_no_rank_is_launch_bound(pool: Pool, layout: str) -> None:
+    found: list[Any] = run(pool, "llama", layout, train_timed, [0.0] * 8, steps=STEPS)
+    for captured, trace in zip(found, run(pool, "llama", layout, steps=STEPS), strict=True):
+        assert (captured.tried, captured.news, captured.replays) == (0, [], False)
+        require_same_bits(captured.trace, trace)
+
+
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2"])
 def test_an_evaluation_between_replays_changes_nothing(pool: Pool, layout: str) -> None:
     keys = f"{layout} micro_batch=4 model.layers=2"
     found: list[Any] = pool.run(2, train_captured, "llama", keys, STEPS, "as usual", True)
     for captured, trace in zip(found, pool.run(2, train_steps, "llama", keys, STEPS), strict=True):
         assert captured.replays
+        # Of each step but the first, that of its last micro-batch too: the graphs make room for an evaluation.
+        assert captured.tried >= 2 * (STEPS - 1)
         require_same_bits(captured.trace, trace)
 
 
@@ -210,7 +240,9 @@ def test_a_replay_leaves_nothing_to_the_pass_after_it(pool: Pool) -> None:
     for asked in pool.run(2, train_watched, "llama", "dp_replicate=2 micro_batch=4 model.layers=2", STEPS):
         assert asked
         assert all(asked)
-    assert pool.run(2, train_watched, "llama", "tp=2 micro_batch=8 model.layers=2", STEPS) == [[], []]
+    assert pool.run(2, train_watched, "llama", "tp=2 micro_batch=8 model.layers=2", STEPS) == [[True], [True]], (
+        "where it is launched"
+    )
 
 
 @pytest.mark.parametrize("layout", ["dp_replicate=2 micro_batch=8", "tp=2 micro_batch=16"])

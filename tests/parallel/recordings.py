@@ -16,6 +16,12 @@ from argosy.parallel import cuda_graphs
 from argosy.parallel.cuda_graphs import Inputs, Pass, Recording
 
 
+def captured(run: Pass, inputs: Inputs, objective: Objective) -> Loss:
+    """Run a pass in which a capture is seen by what asks for one."""
+    with patch.object(cuda_graphs, "is_capturing", lambda: True):
+        return run(inputs, objective)
+
+
 @dataclass
 class Rerun:
     run: Pass
@@ -29,7 +35,7 @@ class Rerun:
     def replay(self) -> None:
         for parameter, before in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = before
-        loss = self.run(self.inputs, self.objective)
+        loss = captured(self.run, self.inputs, self.objective)
         for parameter, mine in zip(self.parameters, self.made, strict=True):
             if mine is not None and parameter.grad is not mine:
                 mine.copy_(parameter.grad)
@@ -51,7 +57,7 @@ def rerun(
     before = [p.grad for p in parameters]
     values = [None if g is None else g.clone() for g in before]
     state = torch.get_rng_state()
-    loss = cuda_graphs._detached(run(inputs, objective), Tensor.detach)
+    loss = cuda_graphs._detached(captured(run, inputs, objective), Tensor.detach)
     made = [p.grad for p in parameters]
     # A recording does nothing yet.
     torch.set_rng_state(state)

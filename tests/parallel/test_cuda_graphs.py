@@ -297,7 +297,7 @@ def test_graphs_are_destroyed_before_the_communicators_that_they_use(
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_capture_that_fails_leaves_a_new_generator_the_stream_and_no_allocation_to_its_pool(
+def test_a_capture_that_fails_leaves_a_new_generator_the_stream_and_neither_graph_nor_allocation(
     ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a failed capture cannot be used: stand-ins say which were left, and what was freed."""
@@ -336,8 +336,12 @@ def test_a_capture_that_fails_leaves_a_new_generator_the_stream_and_no_allocatio
         current["stream"] = "side"
         yield
 
+    class Graph:
+        def reset(self) -> None:
+            freed.append("graph")
+
     for name, stand_in in {
-        "CUDAGraph": object, "default_generators": [Generator()], "current_device": lambda: 0, "graph": capture,
+        "CUDAGraph": Graph, "default_generators": [Generator()], "current_device": lambda: 0, "graph": capture,
         "current_stream": lambda: "usual", "set_stream": lambda stream: current.update(stream=stream),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -349,4 +353,4 @@ def test_a_capture_that_fails_leaves_a_new_generator_the_stream_and_no_allocatio
     with pytest.raises(RuntimeError, match="not permitted"):
         replay.record(refuse, {}, Objective(), [], "pool", [])
     assert current == {"state": "new 7", "stream": "usual"}
-    assert freed == ([] if ended else ["ended 0 pool", "released 0 pool"])
+    assert freed == ["graph", *([] if ended else ["ended 0 pool", "released 0 pool"])]

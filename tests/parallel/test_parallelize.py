@@ -171,9 +171,10 @@ sys.exit("torch._dynamo" in sys.modules)
         (["model.dropout=0.1", "parallel.recompute=selective"], False),
         (["parallel.graph=off"], False),
         (["parallel.graph=on"], True),
-        (["parallel.tp=2"], False),
+        (["parallel.tp=2"], True),
         (["parallel.graph=on", "parallel.tp=2", "parallel.dp_replicate=2"], True),
-        (["parallel.graph=on", "parallel.cp=2", "data.document_mask=true"], False),
+        (["parallel.cp=2", "data.document_mask=true"], False),
+        (["parallel.pp=2"], False),
         (["parallel.dp_shard=2"], False),
     ],
 )

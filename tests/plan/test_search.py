@@ -79,7 +79,7 @@ def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> 
     work = Work(resolve_model("llama2-7b"), 4096, 64)
     free, captured = (
         search(each, cluster, known.stacks["argosy"], known, {}).best
-        for each in (work, replace(work, replayed_by_ranks=True))
+        for each in (work, replace(work, captured_only=True))
     )
     assert free
     assert not free[0].layout.is_capturable
@@ -90,7 +90,7 @@ def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> 
 @pytest.mark.parametrize("graph", ["auto", "on"])
 def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None:
     known, cluster = calibration(), parse_cluster("4xp5.48xlarge")
-    work = Work(resolve_model("llama3-70b"), 4096, 64, replayed_by_ranks=graph == "on")
+    work = Work(resolve_model("llama3-70b"), 4096, 64, captured_only=graph == "on")
     answer = search(work, cluster, known.stacks["argosy"], known, {})
     assert bool(answer.best) == (graph == "auto")
     fix = nothing_found(work, cluster, {}, found("gpt3-175b", "1xH100", 8, 2048)).fix

@@ -7,7 +7,8 @@ order and their results are those of an ordinary pass. Of random numbers it know
 
 The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
 and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it on one GPU, the graphs are
-released and the evaluation runs again (`CudaGraphs.beside`).
+released and the evaluation runs again (`CudaGraphs.beside`). Several ranks could not agree on that, since one of them may wait for the
+others in a collective: they drop their graphs before an evaluation, and capture them anew after it.
 
 A pass may have collectives. NCCL wants a collective to be captured by all of its ranks or by none, and every rank to replay it, so
 ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective, which cannot be captured:
@@ -136,9 +137,16 @@ class CudaGraphs:
 
     def release(self) -> None:
         """Destroy the graphs, and free their memory. No pass is captured from here on."""
+        self.drop()
+        self.wanted = False
+
+    def drop(self) -> None:
+        """Destroy the graphs, and free their memory. Later passes are captured again."""
+        if self._pool is None:
+            return
         for recording in self._first.values():
             recording.release()
-        self._first, self._begun, self._pool, self._recorded, self.wanted = {}, None, None, 0, False
+        self._first, self._begun, self._pool, self._recorded = {}, None, None, 0
         torch.cuda.empty_cache()
 
     def take_news(self) -> list[str]:
@@ -219,6 +227,8 @@ def record(
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             loss = run(inputs, objective)
     except BaseException:
+        # A frame of the error may live on, and with it the graph: NCCL's communicators could not be destroyed.
+        graph.reset()
         # After a capture that failed, torch 2.11 takes the generator to be captured still, and stays on the stream of the capture.
         own = torch.Generator(default.device).manual_seed(seed).graphsafe_get_state()
         torch.cuda.set_stream(stream)

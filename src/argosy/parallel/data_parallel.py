@@ -17,6 +17,7 @@ from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
+from argosy.parallel import cuda_graphs
 from argosy.parallel.cp import input_cut
 from argosy.parallel.cuda_graphs import CudaGraphs, Inputs
 from argosy.parallel.engine import Result, ignore_phase
@@ -45,7 +46,8 @@ class DataParallel:
         z_loss: float,
         graph: str = "off",
     ) -> None:
-        """With `graph` "on", passes are captured as CUDA graphs, with their collectives, and replayed. Those of FSDP cannot be."""
+        """With `graph` "auto", passes are captured as CUDA graphs, with their collectives, and replayed if they are launch-bound; with "on",
+        always. Those of FSDP cannot be."""
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
@@ -55,11 +57,11 @@ class DataParallel:
         # The pass that the graphs replay. None: passes are launched one by one.
         self._whole: WholePass | None = None
         self._graphs: CudaGraphs | None = None
-        if graph == "on":
+        if graph != "off":
             self._whole = WholePass(self._micro_batches, self._reduction, alone=mesh.size("tp", "cp") == 1)
             self._graphs = CudaGraphs(
                 self._whole, model.parameters(), mesh.device, dropout.captured,
-                always=True, kind=self._whole.is_last, tell_all=all_gather_json,
+                always=graph == "on", kind=self._whole.is_last, tell_all=all_gather_json,
             )  # fmt: skip
 
     def place(self, batch: Batch) -> Batch:
@@ -94,6 +96,8 @@ class DataParallel:
     def evaluate(self, batch: Batch) -> Result:
         """Sum the loss of a batch that is whole on every rank. Shares may differ by a sample, and so by a micro-batch. A rank with
         fewer micro-batches runs extra passes that do not count, because each pass all-gathers parameters from all ranks."""
+        if self._graphs is not None:
+            self._graphs.drop()
         mine, most = self._reduction.share(batch, self._micro_batches.size)
         totals = self._reduction.count(mine)
         objective = self._reduction.objective(totals)
@@ -135,7 +139,7 @@ class WholePass:
     """The pass that is captured as a CUDA graph: if it is the step's last, with the sums of gradients over ranks."""
 
     def __init__(self, micro_batches: MicroBatches, reduction: Reduction, *, alone: bool) -> None:
-        """`alone`: a pass has no other collectives. With others, the sums come after the pass: in a graph, the collectives of two
+        """`alone`: a pass has no other collectives. With others, a captured pass sums after them: in a graph, the collectives of two
         communicators could wait for each other where nothing orders them."""
         self._micro_batches, self._reduction, self._alone = micro_batches, reduction, alone
         self.last = False
@@ -147,7 +151,7 @@ class WholePass:
         if not self.last:
             return self._micro_batches.forward_backward_micro(inputs, objective)
         try:
-            if self._alone:
+            if self._alone or not cuda_graphs.is_capturing():
                 self._reduction.arm()
             loss = self._micro_batches.forward_backward_micro(inputs, objective)
             with traced(LEFT_OVER):

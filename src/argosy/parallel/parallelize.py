@@ -125,8 +125,6 @@ def graph_refusal(spec: RunSpec, precision: str, device: torch.device) -> str | 
         return "parallel.graph is off"
     if (found := uncapturable(spec)) is not None:
         return found.why
-    if parallel.graph == "auto" and parallel.world_size > 1:
-        return "parallel.graph=auto is for one GPU"
     if masks_vary(spec):
         from argosy.parallel.attention_cases import attention_backends
 

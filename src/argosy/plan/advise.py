@@ -316,7 +316,7 @@ def work_of(
         reduced=2.0 if spec.parallel.reduce == "bf16" else None,
         reshard=spec.parallel.reshard or spec.parallel.pp > 1,
         replayed=spec.parallel.graph != "off" and spec.parallel.compile == "off" and not masks_vary(spec),
-        replayed_by_ranks=spec.parallel.graph == "on",
+        captured_only=spec.parallel.graph == "on",
         sample_losses=task_of(spec).sample_losses,
         predicted=task_of(spec).predicted_share(spec),
         other_lengths=tuple((name, length) for name, length in sequence_lengths(spec).items() if name != "seq_len"),

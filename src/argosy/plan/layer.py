@@ -205,8 +205,7 @@ def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -
     A CUDA graph replay takes no host time. If the graph leaves experts out, their share of a layer remains.
     """
     draws_again = work.model.dropout > 0 and layout.recompute != "none"
-    on_ranks = work.replayed_by_ranks and layout.is_capturable
-    if stack.replays and work.replayed and (layout.gpus == 1 or on_ranks) and not draws_again:
+    if stack.replays and work.replayed and layout.is_capturable and not draws_again:
         return 0.0
     again = 0
     if layout.recompute == "full":

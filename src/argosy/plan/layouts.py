@@ -68,7 +68,7 @@ class Layout:
     @property
     def is_capturable(self) -> bool:
         """True if a pass can be captured as a CUDA graph: nothing in it is decided by the host."""
-        return self.zero == 0 and self.pp == self.ep == 1
+        return self.gpus == 1 or (self.zero == 0 and self.pp == self.ep == 1)
 
     @property
     def shards(self) -> int:
@@ -144,8 +144,7 @@ class Work:
     `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
     other frameworks' models. `rule` is the optimiser, `rule_keys` its keys in the run spec. `reduced` is bytes of a gradient element while it is
     reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: the step may
-    run as a CUDA graph on one GPU, if the stack supports it; `replayed_by_ranks`: on several GPUs too, and no layout will do where it
-    cannot.
+    run as a CUDA graph, if the stack supports it and the layout can be captured; `captured_only`: no other layout will do.
     """
 
     model: ModelSpec
@@ -159,7 +158,7 @@ class Work:
     reduced: float | None = None
     reshard: bool = True
     replayed: bool = True
-    replayed_by_ranks: bool = False
+    captured_only: bool = False
     # Losses of each sample, each with a gradient of the head until the backward pass. 0: one loss of the micro-batch.
     sample_losses: int = 0
     # The share of tokens that the task predicts, if not the architecture's.

@@ -50,7 +50,7 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         least = ceil(state / (FOR_STATE * cluster.gpu.memory))
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         # Without them, each replica and tensor-parallel group holds all weights and their optimiser state.
-        freer = "parallel.graph=auto, which allows dp_shard, pp and ep; or " if work.replayed_by_ranks else ""
+        freer = "parallel.graph=auto, which allows dp_shard, pp and ep; or " if work.captured_only else ""
         return ArgosyError(
             "plan.does-not-fit",
             f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB per GPU ({found.nearest.layout}), "

@@ -161,7 +161,7 @@ def layouts(work: Work, cluster: Cluster, micro_batch: int | None = None) -> Ite
                 base = Layout(tp=tp, pp=pp, cp=cp, dp=dp, sp=tp > 1)
                 sizes = micro_batch_sizes(work, base) if micro_batch is None else [micro_batch]
                 variants = _variants(work, base, [n for n in experts if (dp * cp) % n == 0], sizes, cluster.domain)
-                yield from (each for each in variants if each.is_capturable or not work.replayed_by_ranks)
+                yield from (each for each in variants if each.is_capturable or not work.captured_only)
 
 
 def _variants(work: Work, base: Layout, experts: list[int], sizes: list[int], domain: int) -> Iterator[Layout]:

@@ -11,7 +11,7 @@ from argosy.model.ops.hopper import gluon_refusal
 from argosy.model.ops.matmul import filled, processors
 
 # The versions of Triton that the kernels of gated MLPs were measured with.
-_MEASURED = ("3.6.", "3.7.")
+_MEASURED = ("3.6.", "3.7.", "3.9.")
 # A tile of the kernels. Each of its 8 blocks of columns needs a step of 64 of the dimension that the factors share.
 _TILE = (128, 256)
 _LEAST_DEPTH = 512

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TRITON: Final = installed("triton")
 # The versions of Triton that the kernels were measured with, and of these the ones with which programs had whole heads and sums were noted.
-_MEASURED, _MEASURED_WHOLE = ("3.6.", "3.7.", "3.9."), ("3.6.", "3.7.")
+_MEASURED, _MEASURED_WHOLE = ("3.6.", "3.7.", "3.9."), ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
 # Sequence lengths must be a multiple of this. It is also the number of keys of a tile in the backward pass.
