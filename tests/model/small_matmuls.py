@@ -18,7 +18,7 @@ HOPPER = beside._runs_on(DEVICE)
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels, or what the caller has put in their place, serve shapes that do not fill a GPU."""
     if not HOPPER:
-        monkeypatch.setattr(beside, "gluon_refusal", lambda device, versions: None)
+        monkeypatch.setattr(beside, "gluon_refusal", lambda device: None)
     monkeypatch.setattr(beside, "_LEAST_FILLED", 0.0)
     _forget()
     yield

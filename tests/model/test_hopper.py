@@ -63,10 +63,7 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
 
 @pytest.fixture
 def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels, plain attention with the keys that their bounds hide: what is around them is then tested all the same.
-
-    With any version of Triton: this is how a new one is tried."""
-    monkeypatch.setattr(hopper, "_MEASURED_WHOLE", ("3",))
+    """Without the kernels, plain attention with the keys that their bounds hide: what is around them is then tested all the same."""
 
     def scores_of(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
         places = torch.arange(q.shape[1])
@@ -345,24 +342,6 @@ def test_a_program_begins_adds_and_ends_the_sum_of_each_query_once(mask: str, gr
             seen = {key_block for key_block in range(key_blocks) if key_block * sides[1] <= block < ends[key_block]}
             assert added[block, member] == sorted(seen, reverse=True)
             assert (block, member) in complete
-
-
-@pytest.mark.parametrize(("version", "measured"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", False)])
-def test_whole_heads_and_sums_are_left_out_where_they_were_not_measured(
-    version: str, measured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[object, bool]] = []
-    for module in (hopper_backward, hopper_backward_head):
-
-        def attend_backward(*arguments: Any, module: object = module) -> tuple[Tensor, ...]:
-            asked.append((module, arguments[-1]))
-            return arguments[1:4]
-
-        monkeypatch.setattr(module, "attend_backward", attend_backward)
-    monkeypatch.setattr(hopper, "_TRITON", version)
-    q, k, v = torch.zeros(1, 128, 4, 3, 64, dtype=torch.bfloat16).unbind(3)
-    hopper.backward(q, q, k, v, q, q, Form(True, None, None, summed=True))
-    assert asked == [(hopper_backward_head, True) if measured else (hopper_backward, False)]
 
 
 @pytest.mark.usefixtures("kernels_or_twin")

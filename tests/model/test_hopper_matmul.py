@@ -233,7 +233,9 @@ def test_tiles_of_all_factors_count(factors: int, filled: bool, monkeypatch: pyt
     assert beside.fits(DEVICE, 66 * 128, 512, 256, factors=factors) == filled
 
 
-@pytest.mark.parametrize(("version", "runs"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", False), ("3.60.0", False)])
+@pytest.mark.parametrize(
+    ("version", "runs"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", True), ("3.8.0", False), ("3.60.0", False)]
+)
 def test_they_run_only_with_the_versions_of_triton_they_were_measured_with(
     version: str, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

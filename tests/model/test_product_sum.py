@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 from argosy.config.resolve import resolve_model
 from argosy.model.build import build_model, initialise
 from argosy.model.layers import AttentionBlock, Linear
-from argosy.model.ops import beside, hopper, product_sum
+from argosy.model.ops import beside, product_sum
 from argosy.model.ops.choice import kernels
 from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel, row_sums_kernel
 from argosy.model.ops.matmul import weights_later
@@ -24,7 +24,6 @@ from argosy.parallel.tensor.apply import _connect
 from argosy.parallel.transformer_blocks import apply_recompute
 from model.small_matmuls import DEVICE, HOPPER, fill_an_h200, shifted, small_shapes, transposed
 
-MEASURED = product_sum._MEASURED
 # Tokens, inner and outer width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
 if HOPPER:
@@ -53,8 +52,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
     monkeypatch.setattr(hopper_matmul, "add_product", add_product)
-    # With other versions of Triton the tests are what measures it.
-    monkeypatch.setattr(product_sum, "_MEASURED", beside._MEASURED)
     # Interpreted, each program takes milliseconds.
     monkeypatch.setattr(norm_kernel, "_PROGRAMS", 2)
     monkeypatch.setattr(heads_kernel, "_TILES_DOWN", 1)
@@ -141,18 +138,6 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(why: str, monkeypatch: pyt
     elif why == "a weight of 32 bits":
         weight = weight.float()
     assert product_sum.serves_sum(stream, weight) == (why == "nothing")
-
-
-@pytest.mark.parametrize(("version", "runs"), [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)])
-def test_it_runs_only_with_the_versions_of_triton_it_was_measured_with(
-    version: str, runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(beside, "gluon_refusal", hopper.gluon_refusal)
-    monkeypatch.setattr(hopper, "gpu_refusal", lambda device, capabilities: None)
-    monkeypatch.setattr(hopper, "_TRITON", version)
-    monkeypatch.setattr(product_sum, "_MEASURED", MEASURED)
-    stream, _, weight, _ = drawn(64, 512, 64, False)
-    assert product_sum.serves_sum(stream, weight) == runs
 
 
 def small(preset: str, *more: str) -> nn.Module:

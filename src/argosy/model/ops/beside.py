@@ -10,8 +10,6 @@ from torch import Tensor
 from argosy.model.ops.hopper import gluon_refusal
 from argosy.model.ops.matmul import filled, processors
 
-# The versions of Triton that the kernels of gated MLPs were measured with.
-_MEASURED = ("3.6.", "3.7.", "3.9.")
 # A tile of the kernels. Each of its 8 blocks of columns needs a step of 64 of the dimension that the factors share.
 _TILE = (128, 256)
 _LEAST_DEPTH = 512
@@ -19,12 +17,9 @@ _LEAST_DEPTH = 512
 _LEAST_FILLED = 0.9
 
 
-def may_serve(x: Tensor, measured: tuple[str, ...] = _MEASURED) -> bool:
-    """Return whether the kernels can read x. Tells it before weights are looked at, which takes time where they are sharded.
-
-    Args:
-        measured: the versions of Triton with which to use them."""
-    return x.dtype == torch.bfloat16 and is_loadable(x) and _runs_on(x.device, measured)
+def may_serve(x: Tensor) -> bool:
+    """Return whether the kernels can read x. Tells it before weights are looked at, which takes time where they are sharded."""
+    return x.dtype == torch.bfloat16 and is_loadable(x) and _runs_on(x.device)
 
 
 def is_loadable(x: Tensor) -> bool:
@@ -33,8 +28,8 @@ def is_loadable(x: Tensor) -> bool:
 
 
 @cache
-def _runs_on(device: torch.device, measured: tuple[str, ...] = _MEASURED) -> bool:
-    return gluon_refusal(device, measured) is None
+def _runs_on(device: torch.device) -> bool:
+    return gluon_refusal(device) is None
 
 
 @cache

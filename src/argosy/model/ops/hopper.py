@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
 
 _TRITON: Final = installed("triton")
-# The versions of Triton that the kernels were measured with, and of these the ones with which programs had whole heads and sums were noted.
-_MEASURED, _MEASURED_WHOLE = ("3.6.", "3.7.", "3.9."), ("3.6.", "3.7.", "3.9.")
+# The versions of Triton that all kernels written in Gluon were measured with.
+_MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
 # Sequence lengths must be a multiple of this. It is also the number of keys of a tile in the backward pass.
@@ -32,16 +32,16 @@ _CACHED_QUERIES, _BUSY, _UNEVEN_HEADS = 1024, 0.85, 2
 _PROGRAMS = 1.5
 
 
-def gluon_refusal(device: torch.device, versions: tuple[str, ...]) -> str | None:
-    """Return why kernels written in Gluon for Hopper, and measured with some versions of Triton, cannot run on a device, or None."""
-    if _TRITON is None or not _TRITON.startswith(versions):
-        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in versions)}"
+def gluon_refusal(device: torch.device) -> str | None:
+    """Return why kernels written in Gluon for Hopper cannot run on a device, or None."""
+    if _TRITON is None or not _TRITON.startswith(_MEASURED):
+        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in _MEASURED)}"
     return gpu_refusal(device, _CAPABILITIES)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
     """Return why these kernels cannot run, or None."""
-    if why := gluon_refusal(device, _MEASURED):
+    if why := gluon_refusal(device):
         return why
     if dtype != torch.bfloat16:
         return "the kernels need bf16"
@@ -94,11 +94,10 @@ def backward(
     from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_backward_head
     from argosy.model.ops.kernels.heads_kernel import whole_of
 
-    allowed = _TRITON is not None and _TRITON.startswith(_MEASURED_WHOLE)
-    whole = allowed and has_whole_heads(q, k, form.bounds is not None)
+    whole = has_whole_heads(q, k, form.bounds is not None)
     copies = 1 if whole else _copies(q, k)
     # The kernels write the sums in the order of these slots.
-    summed = allowed and form.summed and whole_of([t.transpose(1, 2) for t in (q, k, v)]) is not None
+    summed = form.summed and whole_of([t.transpose(1, 2) for t in (q, k, v)]) is not None
     if copies > 1:
         k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
     if whole:

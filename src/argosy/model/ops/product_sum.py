@@ -15,13 +15,10 @@ from argosy.model.ops.beside import fits, is_loadable, may_serve
 from argosy.model.ops.matmul import Products
 from argosy.model.ops.token_sums import want_sums
 
-# The versions of Triton that the kernel was measured with.
-_MEASURED = ("3.6.", "3.7.", "3.9.")
-
 
 def serves_sum(stream: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel can add a product with the weight [out, in] to the stream, and fills the GPU."""
-    if not may_serve(stream, _MEASURED) or weight.dtype != stream.dtype or not is_loadable(weight):
+    if not may_serve(stream) or weight.dtype != stream.dtype or not is_loadable(weight):
         return False
     width, depth = weight.shape
     return fits(stream.device, stream.numel() // width, depth, width)
