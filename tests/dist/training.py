@@ -77,6 +77,9 @@ def spec_of(model: str, layout: str) -> RunSpec:
     given = [key if "." in key.split("=")[0] else f"parallel.{key}" for key in layout.split()]
     if not any(key.startswith("parallel.micro_batch") for key in given):
         given.append("parallel.micro_batch=2")
+    # On a GPU, "auto" depends on how long the host takes.
+    if not any(key.startswith("parallel.graph") for key in given):
+        given.append("parallel.graph=off")
     # A key's bias has no gradient: its rounding noise must not become an update. Lion has no epsilon.
     epsilon = [] if "optim.name=lion" in given else ["optim.eps=1e-6"]
     return resolve(

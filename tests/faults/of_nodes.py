@@ -8,8 +8,6 @@ from argosy.errors import EXIT_RESUMABLE
 from faults.bench import Bench, Outcome, Run
 from ports import free_port
 
-LAYOUT = {"micro_batch": 2, "dp_replicate": 2}
-
 
 def _environments() -> list[dict[str, str]]:
     port = free_port()
