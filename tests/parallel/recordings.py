@@ -17,7 +17,7 @@ from argosy.parallel.cuda_graphs import Inputs, Pass, Recording
 
 
 def captured(run: Pass, inputs: Inputs, objective: Objective) -> Loss:
-    """Run a pass in which a capture is seen by what asks for one."""
+    """Run a pass whose gradients are not summed beside it, as in a capture. Dropout draws as in a launched pass."""
     with patch.object(cuda_graphs, "is_capturing", lambda: True):
         return run(inputs, objective)
 

@@ -87,6 +87,18 @@ def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> 
     assert all(candidate.layout.is_capturable for candidate in captured)
 
 
+def test_no_layout_is_offered_with_graphs_that_the_run_spec_refuses() -> None:
+    """With dropout, a block that is run again needs the random numbers of its first run."""
+    known, cluster = calibration(), parse_cluster("1xp5.48xlarge")
+    work = Work(resolve_model("llama3-8b", ["dropout=0.1"]), 32768, 64)
+    free, captured = (
+        search(replace(work, captured_only=only), cluster, known.stacks["argosy"], known, {}).best
+        for only in (False, True)
+    )
+    assert any(candidate.layout.recompute != "none" for candidate in free)
+    assert all(candidate.layout.recompute == "none" for candidate in captured)
+
+
 @pytest.mark.parametrize("graph", ["auto", "on"])
 def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None:
     known, cluster = calibration(), parse_cluster("4xp5.48xlarge")

@@ -35,9 +35,8 @@ def bench(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps to time; default: 10, or 3 with --world-size.")
     ] = None,
-    warmup: Annotated[
-        int | None, typer.Option(min=1, help="Warmup steps before them; default: 3, or 1 with --world-size.")
-    ] = None,
+    # Passes are captured as CUDA graphs in the third step, if they are at all.
+    warmup: Annotated[int, typer.Option(min=1, help="Warmup steps before them.")] = 3,
     trace: Annotated[
         Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
     ] = None,
@@ -117,8 +116,7 @@ def bench(
             value=output,
             fix=f"add --calibrate, or write --json > {output}",
         )
-    timed, before = (10, 3) if world_size is None else (3, 1)
-    steps, warmup = steps or timed, warmup or before
+    steps = steps or (10 if world_size is None else 3)
     sizes = {"train.global_batch": batch, "parallel.micro_batch": micro_batch, "data.seq_len": seq_len}
     if model.endswith((".yaml", ".yml")) or Path(model).is_file():
         given = [*(overrides or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]

@@ -303,8 +303,8 @@ class ParallelSpec(Section):
     graph: Literal["auto", "on", "off"] = Field(
         "auto",
         description="CUDA graph: capture the kernels of a pass once and launch them together; needs a GPU, compile off, no dropout with "
-        "recompute, and document masks only where Argosy's own kernels read them. On several GPUs with their collectives (dp_replicate, tp, cp; not "
-        "dp_shard, pp, ep). auto: if the step is launch-bound. on: always. off: launch kernels one by one",
+        "recompute, no dp_shard, pp or ep, and document masks only where Argosy's own kernels read them. auto: if the step is launch-bound, without tp "
+        "and cp. on: always, with the collectives of tp and cp too. off: launch kernels one by one",
     )
 
     @property

@@ -5,15 +5,15 @@ graph launches them all at once. It reads and writes fixed addresses: inputs are
 are copied from where it writes them, and its gradients are assigned to the parameters after each replay. The kernels, their
 order and their results are those of an ordinary pass. Of random numbers it knows the generators: their seeds are those of the replay.
 
-The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
-and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it on one GPU, the graphs are
-released and the evaluation runs again (`CudaGraphs.beside`). Several ranks could not agree on that, since one of them may wait for the
-others in a collective: they drop their graphs before an evaluation, and capture them anew after it.
+The first pass of the second step is timed. If the GPU is still busy long after the host has launched everything, the step is not
+launch-bound, and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it on one GPU, the
+graphs are released and the evaluation runs again (`CudaGraphs.beside`). Several ranks could not agree on that, since one of them may wait
+for the others in a collective: they drop their graphs before an evaluation, and capture them anew after it.
 
-A pass may have collectives. NCCL wants a collective to be captured by all of its ranks or by none, and every rank to replay it, so
-ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective, which cannot be captured:
-each kind of pass runs once before. NCCL destroys no communicator that a graph uses: `release_graphs` comes before the end of the
-process group.
+A pass may have collectives, those of tensor and context parallelism. NCCL wants a collective to be captured by all of its ranks or by none,
+and every rank to replay it, so ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective,
+which cannot be captured: nothing is captured in the first step. NCCL destroys no communicator that a graph uses: `release_graphs` comes
+before the end of the process group.
 """
 
 from __future__ import annotations
@@ -75,21 +75,17 @@ class CudaGraphs:
         generators: Callable[[torch.device], list[torch.Generator]] = lambda device: [],
         *,
         always: bool = False,
-        kind: Callable[[], object] = lambda: None,
         tell_all: Callable[[Any], list[Any]] = _alone,
     ) -> None:
         """Args:
         generators: returns those that the pass draws from with `draw_from`, besides the default one.
         always: capture the pass even if it is not launch-bound.
-        kind: returns what decides which kernels the next pass launches, besides its arguments.
         tell_all: gathers what all ranks have to say, in the order of ranks. All of them call it, at the same pass.
         """
         self._run, self._device, self._generators = run, device, generators
-        self._kind, self._tell_all = kind, tell_all
+        self._tell_all = tell_all
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._passes, self._recorded = 0, 0
-        # The kinds of passes that have run.
-        self._kinds: set[object] = set()
+        self._steps, self._recorded = 0, 0
         # The memory pool that all graphs share: they never run at the same time.
         self._pool: Any = None
         # Passes that find no gradients.
@@ -103,19 +99,16 @@ class CudaGraphs:
         _live.add(self)
 
     def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
-        self._passes += 1
         begins = all(parameter.grad is None for parameter in self._parameters)
         if begins:
+            self._steps += 1
             self._begun = None
-        kind = self._kind()
-        is_new = kind not in self._kinds
-        self._kinds.add(kind)
-        if self._passes == 2 and self.wanted is None:
-            return self._timed(inputs, objective)
-        if is_new or not self.wanted or (self._begun is None and not begins):
+            if self._steps == 2 and self.wanted is None:
+                return self._timed(inputs, objective)
+        if self._steps == 1 or not self.wanted or (self._begun is None and not begins):
             return self._run(inputs, objective)
         known = self._first if self._begun is None else self._begun.more
-        key = kind, _form(inputs, objective, self._parameters)
+        key = _form(inputs, objective, self._parameters)
         if key not in known and (self._recorded == _MOST or not self._record(known, key, inputs, objective)):
             return self._run(inputs, objective)
         recording = known[key]
@@ -144,9 +137,12 @@ class CudaGraphs:
         """Destroy the graphs, and free their memory. Later passes are captured again."""
         if self._pool is None:
             return
-        for recording in self._first.values():
-            recording.release()
-        self._first, self._begun, self._pool, self._recorded = {}, None, None, 0
+        # A graph may still run. The allocator, which unmaps the memory of its pool, waits only for the stream of the capture.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        while self._first:
+            self._first.popitem()[1].release()
+        self._begun, self._pool, self._recorded = None, None, 0
         torch.cuda.empty_cache()
 
     def take_news(self) -> list[str]:
@@ -161,12 +157,14 @@ class CudaGraphs:
         host = time.perf_counter()
         torch.cuda.synchronize(self._device)
         ended = time.perf_counter()
-        # The ranks of a collective wait for the slowest host among them.
-        self.wanted = any(self._tell_all(ended - host < _TAIL * (ended - started)))
-        if self.wanted:
+        # Ranks wait for the slowest host among them.
+        is_bound = ended - host < _TAIL * (ended - started)
+        bound = self._tell_all(1000 * (host - started) if is_bound else None)
+        slowest = max((each for each in bound if each is not None), default=None)
+        self.wanted = slowest is not None
+        if slowest is not None:
             self._news.append(
-                f"step is launch-bound ({1000 * (host - started):.0f} ms of host time per pass): capturing a CUDA graph; "
-                "parallel.graph=off disables it"
+                f"step is launch-bound ({slowest:.0f} ms of host time per pass): capturing a CUDA graph; parallel.graph=off disables it"
             )
         return loss
 
@@ -227,7 +225,7 @@ def record(
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             loss = run(inputs, objective)
     except BaseException:
-        # A frame of the error may live on, and with it the graph: NCCL's communicators could not be destroyed.
+        # A frame of the error may live on, and with it the graph. NCCL destroys no communicator that a graph uses.
         graph.reset()
         # After a capture that failed, torch 2.11 takes the generator to be captured still, and stays on the stream of the capture.
         own = torch.Generator(default.device).manual_seed(seed).graphsafe_get_state()

@@ -46,22 +46,24 @@ class DataParallel:
         z_loss: float,
         graph: str = "off",
     ) -> None:
-        """With `graph` "auto", passes are captured as CUDA graphs, with their collectives, and replayed if they are launch-bound; with "on",
-        always. Those of FSDP cannot be."""
+        """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound; with "on", always.
+
+        The collectives of tensor and context parallelism are part of a pass. The sums of gradients over replicas are not: they run beside
+        the step's last pass if it is launched, and after it if it is replayed. Passes of FSDP cannot be captured."""
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
         self._texts = TextInputs.of(mesh, parallel)
         self._data_rank = mesh.data_rank
-        # The pass that the graphs replay. None: passes are launched one by one.
-        self._whole: WholePass | None = None
+        # Whether the next pass is the last of its step.
+        self._is_last = False
+        # None: kernels are launched one by one.
         self._graphs: CudaGraphs | None = None
         if graph != "off":
-            self._whole = WholePass(self._micro_batches, self._reduction, alone=mesh.size("tp", "cp") == 1)
             self._graphs = CudaGraphs(
-                self._whole, model.parameters(), mesh.device, dropout.captured,
-                always=graph == "on", kind=self._whole.is_last, tell_all=all_gather_json,
+                self._run_micro, model.parameters(), mesh.device, dropout.captured,
+                always=graph == "on", tell_all=all_gather_json,
             )  # fmt: skip
 
     def place(self, batch: Batch) -> Batch:
@@ -75,29 +77,34 @@ class DataParallel:
             batch,
             step,
             self._reduction.objective(totals, loss_scale),
-            run=self._graphs or self._micro_batches.forward_backward_micro,
+            run=self._graphs or self._run_micro,
             first_micro=self._data_rank * len(self._micro_batches.firsts(batch)),
             before=self._before_pass,
         )
         self.on_phase("communication")
-        if self._graphs is None:
-            with traced(LEFT_OVER):
-                self._reduction.sum_gradients()
+        with traced(LEFT_OVER):
+            self._reduction.sum_gradients()
         return self._reduction.sum_result(result, totals)
 
     def _before_pass(self, last: bool) -> None:
         reduce_copies(self.model, last=last)
-        if self._whole is not None:
-            self._whole.last = last
-        elif last:
+        self._is_last = last
+
+    def _run_micro(self, inputs: Inputs, objective: Objective) -> Loss:
+        if self._is_last and not cuda_graphs.is_capturing():
             self._reduction.arm()
+        return self._micro_batches.forward_backward_micro(inputs, objective)
+
+    def _make_room(self) -> None:
+        """Free the memory of graphs for what is not replayed."""
+        if self._graphs is not None:
+            self._graphs.drop()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
         """Sum the loss of a batch that is whole on every rank. Shares may differ by a sample, and so by a micro-batch. A rank with
         fewer micro-batches runs extra passes that do not count, because each pass all-gathers parameters from all ranks."""
-        if self._graphs is not None:
-            self._graphs.drop()
+        self._make_room()
         mine, most = self._reduction.share(batch, self._micro_batches.size)
         totals = self._reduction.count(mine)
         objective = self._reduction.objective(totals)
@@ -114,6 +121,7 @@ class DataParallel:
     def logits(
         self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
     ) -> Tensor:
+        self._make_room()
         if self.takes_cache:
             inputs: Mapping[str, Any] = {"tokens": tokens, "logits_at": logits_at, "cache": cache, **others}
         else:
@@ -133,34 +141,6 @@ class DataParallel:
 
     def news(self) -> list[str]:
         return [] if self._graphs is None else self._graphs.take_news()
-
-
-class WholePass:
-    """The pass that is captured as a CUDA graph: if it is the step's last, with the sums of gradients over ranks."""
-
-    def __init__(self, micro_batches: MicroBatches, reduction: Reduction, *, alone: bool) -> None:
-        """`alone`: a pass has no other collectives. With others, a captured pass sums after them: in a graph, the collectives of two
-        communicators could wait for each other where nothing orders them."""
-        self._micro_batches, self._reduction, self._alone = micro_batches, reduction, alone
-        self.last = False
-
-    def is_last(self) -> bool:
-        return self.last
-
-    def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
-        if not self.last:
-            return self._micro_batches.forward_backward_micro(inputs, objective)
-        try:
-            if self._alone or not cuda_graphs.is_capturing():
-                self._reduction.arm()
-            loss = self._micro_batches.forward_backward_micro(inputs, objective)
-            with traced(LEFT_OVER):
-                self._reduction.sum_gradients()
-        except BaseException:
-            # The pass may be run again, without a graph.
-            self._reduction.abandon()
-            raise
-        return loss
 
 
 def make_micro_batches(model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds) -> MicroBatches:
@@ -242,11 +222,6 @@ class Reduction:
         """Finish the sums that run beside the last backward pass, and sum the other gradients that FSDP has not summed."""
         for sums in self._sums:
             sums.finish()
-
-    def abandon(self) -> None:
-        """Forget the sums that run beside a backward pass which failed."""
-        for sums in self._sums:
-            sums.abandon()
 
     def sum_result(self, result: Result, totals: Totals) -> Result:
         """Sum everything reported over the ranks, in one all-reduce."""

@@ -79,12 +79,6 @@ class GradientSums:
                 copy_(*map(list, zip(*copies, strict=True)))
         self._begin()
 
-    def abandon(self) -> None:
-        """Begin anew after a failure. A capture that has launched sums can only end once its stream waits for them."""
-        for work, *_ in self._sums:
-            work.wait()
-        self._begin()
-
     def _begin(self) -> None:
         self._armed: set[nn.Parameter] = set()
         # Parameters whose gradient may still change, and how many each bucket has of them.

@@ -204,8 +204,7 @@ def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -
 
     A CUDA graph replay takes no host time. If the graph leaves experts out, their share of a layer remains.
     """
-    draws_again = work.model.dropout > 0 and layout.recompute != "none"
-    if stack.replays and work.replayed and layout.is_capturable and not draws_again:
+    if stack.replays and work.replays(layout):
         return 0.0
     again = 0
     if layout.recompute == "full":

@@ -143,8 +143,8 @@ class Work:
 
     `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
     other frameworks' models. `rule` is the optimiser, `rule_keys` its keys in the run spec. `reduced` is bytes of a gradient element while it is
-    reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: the step may
-    run as a CUDA graph, if the stack supports it and the layout can be captured; `captured_only`: no other layout will do.
+    reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: passes may
+    run as CUDA graphs, if the stack supports it (`replays`); `captured_only`: they have to, and with tp and cp they may too.
     """
 
     model: ModelSpec
@@ -167,6 +167,16 @@ class Work:
     other_lengths: tuple[tuple[str, int | None], ...] = ()
     # The largest number that divides every batch of a ramp-up. 0: every batch is the global batch.
     ramp_divisor: int = 0
+
+    def can_capture(self, layout: Layout) -> bool:
+        """Return whether passes of the layout can be captured as CUDA graphs, if something asks for it."""
+        draws_again = self.model.dropout > 0 and layout.recompute != "none"
+        return layout.is_capturable and not draws_again
+
+    def replays(self, layout: Layout) -> bool:
+        """Return whether passes of the layout run as CUDA graphs, which take no host time."""
+        has_collectives = layout.tp * layout.cp > 1
+        return self.replayed and self.can_capture(layout) and (self.captured_only or not has_collectives)
 
     @property
     def divided_batch(self) -> int:

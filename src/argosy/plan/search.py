@@ -136,7 +136,10 @@ def _recomputing(
         if others in hopeless and work.micro_batches(layout) > 1:
             continue
         for kind in kinds:
-            yield layout if kind == "none" else replace(layout, recompute=kind)
+            recomputing = layout if kind == "none" else replace(layout, recompute=kind)
+            if work.captured_only and not work.can_capture(recomputing):
+                continue
+            yield recomputing
             if len(fitting) > found:
                 break
         else:
@@ -161,7 +164,7 @@ def layouts(work: Work, cluster: Cluster, micro_batch: int | None = None) -> Ite
                 base = Layout(tp=tp, pp=pp, cp=cp, dp=dp, sp=tp > 1)
                 sizes = micro_batch_sizes(work, base) if micro_batch is None else [micro_batch]
                 variants = _variants(work, base, [n for n in experts if (dp * cp) % n == 0], sizes, cluster.domain)
-                yield from (each for each in variants if each.is_capturable or not work.captured_only)
+                yield from variants
 
 
 def _variants(work: Work, base: Layout, experts: list[int], sizes: list[int], domain: int) -> Iterator[Layout]:

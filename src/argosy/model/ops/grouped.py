@@ -100,7 +100,7 @@ OPERATIONS = frozenset({product_loop, outer_loop})
 def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "the host has to know how many rows each expert gets, but for bf16 and widths that are multiples of 8"
+            "the host has to know how many rows each expert gets, except in bf16 with widths that are multiples of 8"
         )
     ends: list[int] = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
