@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss
@@ -223,19 +224,28 @@ def train_watched(model: str, layout: str, steps: int) -> list[str]:
     """Return the phases of the steps and what was done with their gradients, in order."""
     done: list[str] = []
     arm, finish, replay = Reduction.arm, Reduction.sum_gradients, CudaGraphs._replay
+    places = dict[nn.Parameter, int]()
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            done.append(name)
-            return function(*arguments)
+    def armed(reduction: Reduction) -> None:
+        done.append("armed")
+        arm(reduction)
 
-        return call
+    def replayed(graphs: CudaGraphs, *arguments: Any) -> Loss:
+        done.append("replayed")
+        loss = replay(graphs, *arguments)
+        places.update({p: p.grad.data_ptr() for p in graphs._parameters if p.grad is not None})
+        return loss
+
+    def summed(reduction: Reduction, **how: bool) -> None:
+        finish(reduction, **how)
+        kept = places and all(p.grad is not None and p.grad.data_ptr() == place for p, place in places.items())
+        done.append("summed in place" if kept else "summed")
 
     with (
         patch.object(data_parallel, "ignore_phase", done.append),
-        patch.object(Reduction, "arm", noted("armed", arm)),
-        patch.object(Reduction, "sum_gradients", noted("summed", finish)),
-        patch.object(CudaGraphs, "_replay", noted("replayed", replay)),
+        patch.object(Reduction, "arm", armed),
+        patch.object(Reduction, "sum_gradients", summed),
+        patch.object(CudaGraphs, "_replay", replayed),
     ):
         train_captured(model, layout, steps)
     return done
@@ -247,11 +257,36 @@ def test_gradients_are_summed_beside_a_pass_that_is_launched_and_after_one_that_
 ) -> None:
     """In the phase of communication: a rank that waits for a slow one must not seem as slow."""
 
-    def step(*passes: str) -> list[str]:
-        return ["communication", "forward_backward", *passes, "communication", "summed"]
-
+    before, after = ["communication", "forward_backward"], ["communication"]
+    first, other = (
+        [*before, "armed", *after, "summed"],
+        [*before, "replayed", "replayed", *after, "summed in place"],
+    )
     for done in pool.run(2, train_watched, "llama", f"{layout} model.layers=2", STEPS):
-        assert done == step("armed") + (STEPS - 1) * step("replayed", "replayed")
+        assert done == first + (STEPS - 1) * other
+
+
+def score_on_the_first(model: str, layout: str, steps: int) -> Captured:
+    """Between steps, compute logits on the first rank alone, as where there are fewer batches than ranks."""
+    step = training.take_step
+
+    def and_logits(engine: Any, *arguments: Any, **options: Any) -> Any:
+        taken = step(engine, *arguments, **options)
+        engine.make_room()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                engine.logits(torch.zeros(1, 4, dtype=torch.int64, device=engine.device), logits_at=None)
+        return taken
+
+    with patch.object(training, "take_step", and_logits):
+        return train_captured(model, layout, steps)
+
+
+def test_ranks_make_room_together_for_work_that_only_some_have(pool: Pool) -> None:
+    found: list[Any] = run(pool, "llama", "dp_replicate=2 micro_batch=8", score_on_the_first, steps=STEPS)
+    for captured, trace in zip(found, run(pool, "llama", "dp_replicate=2 micro_batch=8", steps=STEPS), strict=True):
+        assert (captured.tried, captured.news) == (STEPS - 1, [])
+        require_same_bits(captured.trace, trace)
 
 
 @pytest.mark.parametrize("layout", ["dp_replicate=2 micro_batch=8", "tp=2 micro_batch=16"])

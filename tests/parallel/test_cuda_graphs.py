@@ -20,7 +20,7 @@ from argosy.parallel import mesh
 from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass
 from argosy.parallel.single import SingleDevice
 from argosy.supervise.world import World
-from parallel.recordings import recording_by_rerun
+from parallel.recordings import Rerun, recording_by_rerun
 
 if TYPE_CHECKING:
     from argosy.data.samples.windows import Batch
@@ -85,10 +85,32 @@ def test_a_pass_whose_first_gradients_were_not_recorded_is_not_replayed_onto_the
     torch.manual_seed(0)
     model = Model()
     replays = CudaGraphs(model.learn, model.parameters(), CPU)
-    found, _ = step(model, replays, 1, 4)  # the second pass, which is timed, is in the midst of the step
-    expected, _ = step(model, model.learn, 1, 4)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for number in (1, 2):  # the first pass of the second step is timed
+        found, _ = step(model, replays, number, 4)
+        expected, _ = step(model, model.learn, number, 4)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert replays.wanted
     assert not recorded
+
+
+def test_graphs_are_destroyed_when_the_device_has_ended_them_and_before_their_memory_is_freed(
+    recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, done = Model(), list[str]()
+    replays = CudaGraphs(model.learn, model.parameters(), torch.device("cuda"))
+    for number in range(3):
+        step(model, replays, number, 2)
+    assert replays.owns_gradients
+    destroy = Rerun.reset
+    monkeypatch.setattr(Rerun, "reset", lambda self: done.append("destroyed") or destroy(self))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append(f"freed with {len(replays._first)} recordings"))
+    replays.drop()
+    replays.drop()
+    assert done == ["waited", "destroyed", "destroyed", "freed with 0 recordings"]
+    assert not replays.owns_gradients
+    step(model, replays, 3, 2)
+    assert len(recorded) == 4, "captured anew"
 
 
 def test_other_shapes_get_recordings_of_their_own_and_only_a_few(recorded: list[object]) -> None:
@@ -143,7 +165,7 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(recorded: list[object]
 @pytest.mark.parametrize("micros", [1, 3])
 def test_all_passes_but_those_of_the_first_step_are_captured_if_asked(recorded: list[object], micros: int) -> None:
     """Without a pass that is timed. The first step makes the communicators."""
-    model, replays = Model(), None
+    model = Model()
     replays = CudaGraphs(model.learn, model.parameters(), CPU, always=True)
     with patch.object(replay, "_TAIL", 0.0):
         for number in range(4):

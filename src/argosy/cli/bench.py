@@ -35,8 +35,12 @@ def bench(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps to time; default: 10, or 3 with --world-size.")
     ] = None,
-    # Passes are captured as CUDA graphs in the third step, if they are at all.
-    warmup: Annotated[int, typer.Option(min=1, help="Warmup steps before them.")] = 3,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Warmup steps before them; a launch-bound pass is captured as a CUDA graph in the third step."
+        ),
+    ] = 3,
     trace: Annotated[
         Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
     ] = None,

@@ -145,6 +145,11 @@ class CudaGraphs:
         self._begun, self._pool, self._recorded = None, None, 0
         torch.cuda.empty_cache()
 
+    @property
+    def owns_gradients(self) -> bool:
+        """True if the gradients are where a graph has written them."""
+        return self._begun is not None
+
     def take_news(self) -> list[str]:
         """Return the messages for the user since the last call."""
         news, self._news = self._news, []

@@ -83,7 +83,7 @@ class DataParallel:
         )
         self.on_phase("communication")
         with traced(LEFT_OVER):
-            self._reduction.sum_gradients()
+            self._reduction.sum_gradients(in_place=self._graphs is not None and self._graphs.owns_gradients)
         return self._reduction.sum_result(result, totals)
 
     def _before_pass(self, last: bool) -> None:
@@ -95,8 +95,7 @@ class DataParallel:
             self._reduction.arm()
         return self._micro_batches.forward_backward_micro(inputs, objective)
 
-    def _make_room(self) -> None:
-        """Free the memory of graphs for what is not replayed."""
+    def make_room(self) -> None:
         if self._graphs is not None:
             self._graphs.drop()
 
@@ -104,7 +103,7 @@ class DataParallel:
     def evaluate(self, batch: Batch) -> Result:
         """Sum the loss of a batch that is whole on every rank. Shares may differ by a sample, and so by a micro-batch. A rank with
         fewer micro-batches runs extra passes that do not count, because each pass all-gathers parameters from all ranks."""
-        self._make_room()
+        self.make_room()
         mine, most = self._reduction.share(batch, self._micro_batches.size)
         totals = self._reduction.count(mine)
         objective = self._reduction.objective(totals)
@@ -121,7 +120,6 @@ class DataParallel:
     def logits(
         self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
     ) -> Tensor:
-        self._make_room()
         if self.takes_cache:
             inputs: Mapping[str, Any] = {"tokens": tokens, "logits_at": logits_at, "cache": cache, **others}
         else:
@@ -218,10 +216,10 @@ class Reduction:
         if self._overlaps and self._sums:
             self._sums[0].complete(parameters)
 
-    def sum_gradients(self) -> None:
+    def sum_gradients(self, *, in_place: bool = False) -> None:
         """Finish the sums that run beside the last backward pass, and sum the other gradients that FSDP has not summed."""
         for sums in self._sums:
-            sums.finish()
+            sums.finish(in_place=in_place)
 
     def sum_result(self, result: Result, totals: Totals) -> Result:
         """Sum everything reported over the ranks, in one all-reduce."""

@@ -48,6 +48,12 @@ class Engine(Protocol):
         """Sum the loss of a batch that every rank has whole."""
         ...
 
+    def make_room(self) -> None:
+        """Free memory that only training steps need: that of CUDA graphs. All ranks call it, before other work between two steps.
+
+        `evaluate` needs no such call."""
+        ...
+
     def logits(
         self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
     ) -> Tensor:

@@ -70,13 +70,16 @@ class GradientSums:
                 self._counts[self._bucket_of[parameter]] -= 1
         self._launch()
 
-    def finish(self) -> None:
-        """Sum what was not summed yet, and make the device wait for all sums of the step. The host waits for gloo only."""
+    def finish(self, *, in_place: bool = False) -> None:
+        """Sum what was not summed yet, and make the device wait for all sums of the step. The host waits for gloo only.
+
+        Args:
+            in_place: sum one bucket at a time, and copy it to where its gradients are. A CUDA graph keeps their memory, which would not be
+                free if the sums became the gradients.
+        """
+        self._in_place = in_place
         self.complete(list(self._missing))
-        for work, _, copies in self._sums:
-            work.wait()
-            if copies:
-                copy_(*map(list, zip(*copies, strict=True)))
+        self._settle()
         self._begin()
 
     def _begin(self) -> None:
@@ -86,6 +89,7 @@ class GradientSums:
         self._counts = [len(bucket) for bucket in self._buckets]
         self._launched = 0
         self._sums: list[_Sum] = []
+        self._in_place = False
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         if parameter in self._armed:
@@ -101,15 +105,26 @@ class GradientSums:
             held = [(parameter, parameter.grad) for parameter in bucket if parameter.grad is not None]
             if not held:
                 continue
-            flat, parts = _flattened([local(gradient) for _, gradient in held], self._dtype)
+            own = [local(gradient) for _, gradient in held]
+            flat, parts = _flattened(own, self._dtype)
             work, copies = start_sum(flat, self._group), list[tuple[Tensor, Tensor]]()
-            for (parameter, gradient), part in zip(held, parts, strict=True):
-                if gradient.dtype == part.dtype:
+            for (parameter, gradient), mine, part in zip(held, own, parts, strict=True):
+                if self._in_place or gradient.dtype != part.dtype:
+                    copies += [] if part is mine else [(mine, part)]
+                else:
                     # The sum becomes the gradient, and the memory of what this rank had is free.
                     parameter.grad = spread_like(part, gradient)
-                else:
-                    copies.append((local(gradient), part))
             self._sums.append(_Sum(work, flat, copies))
+            if self._in_place:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Make the device wait for the sums that were launched, and copy them to the gradients that have another dtype or place."""
+        for work, _, copies in self._sums:
+            work.wait()
+            if copies:
+                copy_(*map(list, zip(*copies, strict=True)))
+        self._sums = []
 
 
 def _flattened(gradients: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

@@ -74,6 +74,10 @@ class SingleDevice:
         finally:
             self.model.train()
 
+    def make_room(self) -> None:
+        if self._graphs is not None:
+            self._graphs.drop()
+
     takes_cache = True
 
     def logits(

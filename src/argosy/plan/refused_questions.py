@@ -50,7 +50,11 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         least = ceil(state / (FOR_STATE * cluster.gpu.memory))
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         # Without them, each replica and tensor-parallel group holds all weights and their optimiser state.
-        freer = "parallel.graph=auto, which allows dp_shard, pp and ep; or " if work.captured_only else ""
+        freer = (
+            "parallel.graph=auto, which allows dp_shard, pp, ep, and recompute with dropout; or "
+            if work.captured_only
+            else ""
+        )
         return ArgosyError(
             "plan.does-not-fit",
             f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB per GPU ({found.nearest.layout}), "

@@ -77,6 +77,7 @@ class TaskEvaluation:
         failed on one rank all ranks give up together, unless the others wait there for its results: then this rank must end.
         """
         model = self._session.engine.model
+        self._session.engine.make_room()
         # Compiled code would be compiled again for each length.
         eager = self._session.spec.parallel.compile != "off"
         model.eval()

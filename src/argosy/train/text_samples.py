@@ -56,6 +56,7 @@ class TextSamples:
     def run(self, step: int, tokens: int) -> list[str]:
         """Continue each prompt with the weights after `step`. `tokens` is how many the run has consumed."""
         model = self._session.engine.model
+        self._session.engine.make_room()
         model.eval()
         texts = self._continue()
         model.train()

@@ -139,6 +139,9 @@ class PipelineParallel:
         )
         return self._reduction.sum_result(self._joined(counted, uncounted, training=False), totals)
 
+    def make_room(self) -> None:
+        """Do nothing: passes of a pipeline are not captured."""
+
     takes_cache = False
 
     def logits(
