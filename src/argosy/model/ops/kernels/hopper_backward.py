@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
 from argosy.model.ops.kernels.hopper_sums import _add, _units, run_backward
-from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps, _store_gradients
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, TRITON_3_9, _place, _step, _steps, _store_gradients
 
 _WIDTH = gl.constexpr(64)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
@@ -35,8 +35,7 @@ _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)
 LSE_FACTOR = -1 / math.log(2)
 
 
-# Triton 3.9 renamed `_reinterpret`.
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+if TRITON_3_9.value:
 
     @gluon.jit
     def _as_rows(memory, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
@@ -206,7 +205,9 @@ def _worker(
         lasts = _lasts(bounds, pair // KV_HEADS, key_block * _WORKERS + WORKER, SCORES)
     mbarrier.wait(here[6].index(0), 0)
     k = here[0].index(WORKER).load(LEFT)
-    v = here[1].index(WORKER).load(LEFT)
+    v = here[1].index(WORKER)
+    if not TRITON_3_9:
+        v = v.load(LEFT)
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     for step in range(masked):

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from argosy.model.ops.kernels.hopper_backward import _as_rows, _fetch_keys, _fetch_queries, _init_steps, _lasts
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch
 from argosy.model.ops.kernels.hopper_sums import _COLUMNS, _add_tile, _rounded, _units, run_backward
-from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _step, _steps, _store_gradients
+from argosy.model.ops.kernels.hopper_tiles import _SIDE, _WORKERS, _place, _recomputed, _step, _steps, _store_gradients
 
 _WIDTH = gl.constexpr(128)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
@@ -74,7 +74,7 @@ def _late_product(here, slot, WORKER: gl.constexpr):
     k_here, _, _, _, _, ds_here, _, _, _, _, _ = here
     d_q = gl.zeros([_SIDE, _COLUMNS], gl.float32, SUM)
     for part in gl.static_range(_WORKERS):
-        keys = k_here.index(part).slice(WORKER * _COLUMNS, _COLUMNS, dim=1)
+        keys = k_here.index(_recomputed(part)).slice(WORKER * _COLUMNS, _COLUMNS, dim=1)
         d_s = ds_here.index(slot * _WORKERS + part).permute((1, 0))
         d_q = warpgroup_mma(d_s, keys, d_q, use_acc=part > 0, is_async=True)
     return d_q
@@ -122,9 +122,9 @@ def _work(
     nothing = gl.zeros([_SIDE, _SIDE], gl.float32, SCORES)
     mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
     s = nothing + logs.index(0).load(QUERIES)[None, :]
-    s = warpgroup_mma(k_here.index(WORKER), q_here.index(stage).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(k_here.index(_recomputed(WORKER)), q_here.index(stage).permute((1, 0)), s, is_async=True)
     d_p = nothing + logs.index(1).load(QUERIES)[None, :]
-    d_p = warpgroup_mma(v_here.index(WORKER), d_out_here.index(stage).permute((1, 0)), d_p, is_async=True)
+    d_p = warpgroup_mma(v_here.index(_recomputed(WORKER)), d_out_here.index(stage).permute((1, 0)), d_p, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale
     if MASKED:

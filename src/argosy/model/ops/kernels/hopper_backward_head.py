@@ -40,7 +40,7 @@ from argosy.model.ops.kernels.hopper_forward import _write, bound, described
 from argosy.model.ops.kernels.hopper_scheduler import _make_scheduler, _publish_tile, _published_tile
 from argosy.model.ops.kernels.hopper_scratch import _ADD, _STORE, _keep_sum, _load_sum
 from argosy.model.ops.kernels.hopper_sums import LOGS, TokenSums, noted_together, prepare, room_beside, tiled
-from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, _end, _magnitudes, _raise_found
+from argosy.model.ops.kernels.hopper_tiles import _FOUND, _SIDE, _WORKERS, TRITON_3_9, _end, _magnitudes, _raise_found
 from argosy.model.ops.matmul import processors
 
 # Slots for blocks of keys and values: the current and the next.
@@ -244,7 +244,7 @@ def _rest(
 def _write_gradients(here, out, d_k, d_v, pair, key_block, slot, seq, WORKER: gl.constexpr, KV_HEADS: gl.constexpr):
     """Begin to write the gradients of a worker's keys and values, and raise one of the maxima of all gradients, if these are wanted.
 
-    They leave by shared memory: dV by the place of the values, which are in registers."""
+    They leave by shared memory: dV by the place of the values, which no matmul reads any more."""
     d_k_out, d_v_out, d_k_here, d_k_head, d_v_head, found, scale = out
     d_k = (d_k * scale).to(gl.bfloat16)
     d_v = d_v.to(gl.bfloat16)
@@ -284,7 +284,9 @@ def _worker(
             slot = key_count % _KEY_SLOTS
             mbarrier.wait(kv_full.index(slot), (key_count // _KEY_SLOTS) & 1)
             k = k_here.index(slot * _WORKERS + WORKER).load(LEFT)
-            v = v_here.index(slot * _WORKERS + WORKER).load(LEFT)
+            v = v_here.index(slot * _WORKERS + WORKER)
+            if not TRITON_3_9:
+                v = v.load(LEFT)
             # By now the gradients of the keys before have left shared memory.
             if key_count > 0:
                 tma.store_wait(0)

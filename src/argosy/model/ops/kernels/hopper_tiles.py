@@ -16,6 +16,9 @@ _WORKERS, _SIDE = gl.constexpr(2), gl.constexpr(64)
 _FOUND = gl.constexpr(64)
 # The approximate number of programs that run at the same time.
 _FULL_WAVE = 128
+# Triton 3.9, which renamed `_reinterpret`, copies a matmul's operand that is in registers before each matmul, and computes an address in
+# shared memory by instructions that LLVM moves out of loops. Both take registers that these kernels do not have.
+TRITON_3_9 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -52,6 +55,14 @@ def _step(step, key_block, GROUP: gl.constexpr):
     Programs that are at the same block have different heads of it, so that few add to the same sums at a time.
     """
     return key_block * _WORKERS + step // GROUP, (step + key_block) % GROUP
+
+
+@gluon.jit
+def _recomputed(place):
+    """Return a place in shared memory whose address Triton 3.9 computes where it is used, not before the loop."""
+    if TRITON_3_9:
+        place = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=False, pack=1)
+    return place
 
 
 @gluon.jit
