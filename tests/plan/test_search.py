@@ -109,6 +109,17 @@ def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None
     assert str(fix).startswith("parallel.graph=auto, which allows dp_shard") == (graph == "on")
 
 
+@pytest.mark.parametrize("fixed", [{"pp": 2}, {"zero": 3}])
+def test_a_layout_that_graphs_rule_out_is_told_so(fixed: dict[str, object]) -> None:
+    known, cluster = calibration(), parse_cluster("8xH100")
+    work = Work(resolve_model("gpt2-large"), 1024, 64, captured_only=True)
+    answer = search(work, cluster, known.stacks["argosy"], known, fixed)
+    assert not answer.best
+    told = nothing_found(work, cluster, fixed, answer)
+    assert "cannot be captured, which parallel.graph=on requires" in told.cause
+    assert told.fix == "parallel.graph=auto"
+
+
 def test_what_is_offered_can_be_written_in_a_run_spec() -> None:
     for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best:
         keys = parallel_keys(candidate.layout)

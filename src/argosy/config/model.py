@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from argosy.config.units import Count, Depth, Fraction, Multiple, NotNegative, Positive, PositiveNumber, Whole
 
 ROPE_THETA = 10_000.0
+# A GPU's grouped matmul of experts is for bf16 and widths that are multiples of this: it reads rows in units of 16 bytes.
+GROUPED_MULTIPLE = 8
 
 
 class Section(BaseModel):

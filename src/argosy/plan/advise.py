@@ -315,13 +315,21 @@ def work_of(
         rule_keys=spec.optim.rule.settings(spec.optim),
         reduced=2.0 if spec.parallel.reduce == "bf16" else None,
         reshard=spec.parallel.reshard or spec.parallel.pp > 1,
-        replayed=spec.parallel.graph != "off" and spec.parallel.compile == "off" and not masks_vary(spec),
+        replayed=_may_replay(spec, chosen),
         captured_only=spec.parallel.graph == "on",
         sample_losses=task_of(spec).sample_losses,
         predicted=task_of(spec).predicted_share(spec),
         other_lengths=tuple((name, length) for name, length in sequence_lengths(spec).items() if name != "seq_len"),
         ramp_divisor=0 if spec.train.batch_rampup is None else spec.train.batches.divisor,
     )  # fmt: skip
+
+
+def _may_replay(spec: RunSpec, precision: str) -> bool:
+    # Experts have a grouped matmul in bf16 only, and a step in fp16 is planned as one in bf16.
+    launched = (
+        spec.parallel.compile != "off" or masks_vary(spec) or (spec.model.moe is not None and precision == "fp16")
+    )
+    return spec.parallel.graph != "off" and not launched
 
 
 def _tokens_of(spec: RunSpec, epoch_samples: int | None = None) -> int | None:

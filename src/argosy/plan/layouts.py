@@ -15,7 +15,7 @@ from argosy.config.counts import (
     training_flops_per_token,
 )
 from argosy.config.fp8_rules import fp8_micro_batch, fp8_refusal
-from argosy.config.model import ModelSpec, Section
+from argosy.config.model import GROUPED_MULTIPLE, ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED, rank_of_stage, split_layers
@@ -173,10 +173,18 @@ class Work:
         draws_again = self.model.dropout > 0 and layout.recompute != "none"
         return layout.is_capturable and not draws_again
 
+    def _loops_over_experts(self, layout: Layout) -> bool:
+        """Return whether the host has to know how many rows each expert gets, because a GPU has no grouped matmul for them."""
+        if self.model.moe is None:
+            return False
+        widths = self.model.hidden, self.model.moe.ffn // layout.expert_tp
+        return self.precision == "fp32" or any(width % GROUPED_MULTIPLE for width in widths)
+
     def replays(self, layout: Layout) -> bool:
         """Return whether passes of the layout run as CUDA graphs, which take no host time."""
         has_collectives = layout.tp * layout.cp > 1
-        return self.replayed and self.can_capture(layout) and (self.captured_only or not has_collectives)
+        can_capture = self.can_capture(layout) and not self._loops_over_experts(layout)
+        return self.replayed and can_capture and (self.captured_only or not has_collectives)
 
     @property
     def divided_batch(self) -> int:

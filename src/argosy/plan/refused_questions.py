@@ -73,6 +73,12 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         # An open micro-batch is one that the rules allow.
         tried = replace(tried, micro_batch=fixed.get("micro_batch", work.micro_batch_multiple(tried.cp)))  # type: ignore[arg-type]
         why = next(violations(work, tried, tried.gpus), f"no layout of {cluster.gpus} GPUs has these values")
+        spread = replace(tried, dp=max(1, cluster.gpus // (tried.tp * tried.pp * tried.cp)))
+        if work.captured_only and not work.can_capture(spread):
+            why, fix = (
+                "passes of such a layout cannot be captured, which parallel.graph=on requires",
+                "parallel.graph=auto",
+            )
     return ArgosyError(
         "plan.no-layout",
         f"no layout of {cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''} can run {work.model.preset or work.model.family} with global_batch "

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from argosy.compat import grouped_mm
+from argosy.config.model import GROUPED_MULTIPLE
 from argosy.model.ops.matmul import now_or_later, summed
 from argosy.model.ops.operators import operator
-
-# The kernel reads rows in units of 16 bytes: 8 bf16 values.
-_ALIGNMENT = 8
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -65,7 +63,7 @@ def _gradient(d_y: Tensor, x: Tensor, offsets: Tensor, total: Tensor | None = No
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    aligned = all(size % _ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[-2 if b.ndim == 3 else -1 :]))
+    aligned = all(size % GROUPED_MULTIPLE == 0 for size in (a.shape[-1], *b.shape[-2 if b.ndim == 3 else -1 :]))
     return a.is_cuda and len(a) > 0 and a.dtype == b.dtype == torch.bfloat16 and aligned
 
 
@@ -100,7 +98,7 @@ OPERATIONS = frozenset({product_loop, outer_loop})
 def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "the host has to know how many rows each expert gets, except in bf16 with widths that are multiples of 8"
+            f"the host has to know how many rows each expert gets, except in bf16 with widths that are multiples of {GROUPED_MULTIPLE}"
         )
     ends: list[int] = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
