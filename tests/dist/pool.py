@@ -142,7 +142,7 @@ def _serve(pipe: Connection, place: int, stacks: str) -> None:
         except BaseException:  # noqa: BLE001 - sent to the test
             pipe.send((False, traceback.format_exc()))
         finally:
-            release_graphs()
+            release_graphs(failed=True)
             if dist.is_initialized():
                 dist.destroy_process_group()
             caches += _caches()

@@ -259,6 +259,73 @@ def test_a_pass_is_captured_if_the_host_takes_most_of_it(
     assert replays.wanted is is_wanted
 
 
+@pytest.mark.parametrize(("hosts", "told"), [([0.9, 0.3], [None]), ([0.3, 0.9], [None]), ([0.9, 0.8], [800.0])])
+def test_a_rank_is_launch_bound_if_the_host_is_the_limit_in_every_step_that_is_timed(
+    hosts: list[float], told: list[float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many ranks one is often held up in a step, and all would capture passes for it."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    moments = iter([time for host in hosts for time in (0.0, host, 1.0)])
+    monkeypatch.setattr(replay.time, "perf_counter", lambda: next(moments))
+    heard: list[object] = []
+
+    def tell_all(mine: object) -> list[object]:
+        heard.append(mine)
+        return [mine]
+
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU, timings=2, tell_all=tell_all)
+    for number in range(3):
+        assert replays.wanted is None
+        step(model, replays, number, 2)
+    assert heard == told
+    assert replays.wanted is (told != [None])
+
+
+@pytest.mark.parametrize(("always", "steps", "given_up"), [(False, 2, True), (True, 2, False), (False, 6, False)])
+def test_graphs_that_are_dropped_too_often_to_pay_are_not_captured_again(
+    always: bool, steps: int, given_up: bool, recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU, always=always)
+    step(model, replays, 0, 4)
+    step(model, replays, 1, 4)
+    replays.take_news()
+    for number in range(4):
+        for _ in range(steps):
+            step(model, replays, number, 4)
+        replays.drop()
+    # Replays a step: one of the first recording, three of the one that adds to it. 10 of each would pay.
+    assert replays.wanted is not given_up
+    assert len(recorded) == (6 if given_up else 8)
+    told = replays.take_news()
+    assert [news.startswith("no CUDA graph is used from here on: evaluations") for news in told] == given_up * [True]
+
+
+def test_after_a_failure_graphs_are_destroyed_without_waiting_for_the_device(
+    recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a rank that has failed."""
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), torch.device("cuda"))
+    for number in range(3):
+        step(model, replays, number, 2)
+
+    def wait(*of: object) -> None:
+        raise AssertionError("waited for the device")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "empty_cache", wait)
+    (first,) = replays._first.values()
+    with pytest.raises(AssertionError, match="waited"):
+        replay.release_graphs()
+    replay.release_graphs(failed=True)
+    assert first.graph.made == []
+    assert not replays.wanted
+    assert not replays._first
+
+
 @pytest.mark.parametrize("fits", [True, False], ids=["fits alone", "fits never"])
 def test_an_engine_evaluates_beside_its_graphs_and_goes_on_training(
     fits: bool, recorded: list[object], monkeypatch: pytest.MonkeyPatch
@@ -291,7 +358,8 @@ def test_graphs_are_destroyed_before_the_communicators_that_they_use(
     """NCCL would wait for them. It must not register their buffers, which the allocator may move."""
     done: list[str] = []
 
-    def release() -> None:
+    def release(*, failed: bool) -> None:
+        assert not failed
         done.append("graphs")
         if fails:
             raise RuntimeError("CUDA error")

@@ -64,6 +64,43 @@ def test_several_gpus_replay_a_graph_if_they_can(layout: Layout, can: list[str])
         assert work_of(spec).captured_only == (graph == "on")
 
 
+def test_gradients_are_summed_after_passes_that_are_replayed_and_the_faster_way_is_planned() -> None:
+    """A graph saves the host's time, and exposes the sums. Across slow links it loses more than it saves."""
+    fast, slow = "8xH200", "16xg5.8xlarge"
+    layouts = {fast: Layout(dp=8, micro_batch=1), slow: Layout(dp=16, micro_batch=1)}
+    ways = {}
+    for cluster, layout in layouts.items():
+        work = Work(resolve_model("gpt2-large"), 1024, layout.dp)
+        asked = {"off": replace(work, replayed=False), "auto": work, "on": replace(work, captured_only=True)}
+        ways[cluster] = {graph: time_of(each, layout, cluster) for graph, each in asked.items()}
+    for steps in ways.values():
+        assert steps["off"].terms["launches"] > 0 == steps["on"].terms["launches"]
+        assert steps["on"].terms["gradients"] > steps["off"].terms["gradients"]
+        assert steps["auto"] == min(steps["off"], steps["on"], key=lambda step: step.total)
+    assert ways[fast]["auto"] == ways[fast]["on"]
+    assert ways[slow]["auto"] == ways[slow]["off"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "width", "free"), [("bf16", 1408, True), ("fp8", 1408, True), ("fp32", 1408, False), ("bf16", 1404, False)]
+)  # fmt: skip
+def test_experts_are_replayed_only_where_a_gpu_has_a_grouped_matmul_for_them(
+    precision: str, width: int, free: bool
+) -> None:
+    model = resolve_model("mixtral-8x7b", ["layers=2", "hidden=512", "heads=8", "kv_heads=8", f"moe.ffn={width}"])
+    work, layout = Work(model, 512, 8, precision), Layout(dp=8)
+    assert work.replays(layout) == free
+    assert replace(work, captured_only=True).can_capture(layout)
+
+
+def test_experts_in_fp16_are_planned_without_graphs() -> None:
+    keys = ["model=mixtral-8x7b", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
+    assert [work_of(resolve(None, [*keys, f"train.precision={p}"]).spec).replayed for p in ("bf16", "fp16")] == [
+        True,
+        False,
+    ]
+
+
 def test_zero_3_sums_gradients_in_the_bytes_that_the_run_asks_for() -> None:
     """Across slow links, where nothing hides them: an all-gather of 2 bytes for each pass, and a reduce-scatter of 4 or 2."""
     model, layout = resolve_model("llama2-7b"), Layout(zero=3, dp=16, micro_batch=1)

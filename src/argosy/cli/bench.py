@@ -38,9 +38,10 @@ def bench(
     warmup: Annotated[
         int,
         typer.Option(
-            min=1, help="Warmup steps before them; a launch-bound pass is captured as a CUDA graph in the third step."
+            min=1,
+            help="Warmup steps before them; a launch-bound pass is captured as a CUDA graph in the third step, of several GPUs in the fourth.",
         ),
-    ] = 3,
+    ] = 4,
     trace: Annotated[
         Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
     ] = None,

@@ -304,7 +304,7 @@ class ParallelSpec(Section):
         "auto",
         description="CUDA graph: capture the kernels of a pass once and launch them together; needs a GPU, compile off, no dropout with "
         "recompute, no dp_shard, pp or ep, and document masks only where Argosy's own kernels read them. auto: if the step is launch-bound, without tp "
-        "and cp. on: always, with the collectives of tp and cp too. off: launch kernels one by one",
+        "and cp, and of several GPUs if steps become shorter. on: always, with the collectives of tp and cp too. off: launch kernels one by one",
     )
 
     @property

@@ -5,10 +5,10 @@ graph launches them all at once. It reads and writes fixed addresses: inputs are
 are copied from where it writes them, and its gradients are assigned to the parameters after each replay. The kernels, their
 order and their results are those of an ordinary pass. Of random numbers it knows the generators: their seeds are those of the replay.
 
-The first pass of the second step is timed. If the GPU is still busy long after the host has launched everything, the step is not
+The first pass of the second step is timed, of several ranks also that of the third. If the GPU is still busy long after the host has launched everything, the step is not
 launch-bound, and nothing is captured. A graph keeps the memory of its pass. If an evaluation runs out of memory beside it on one GPU, the
 graphs are released and the evaluation runs again (`CudaGraphs.beside`). Several ranks could not agree on that, since one of them may wait
-for the others in a collective: they drop their graphs before an evaluation, and capture them anew after it.
+for the others in a collective: they drop their graphs before an evaluation, and capture them anew after it, unless they were hardly used.
 
 A pass may have collectives, those of tensor and context parallelism. NCCL wants a collective to be captured by all of its ranks or by none,
 and every rank to replay it, so ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective,
@@ -40,6 +40,9 @@ Pass = Callable[[Inputs, Objective], Loss]
 _TAIL = 0.25
 # The most graphs: each keeps the memory of its gradients.
 _MOST = 4
+# A capture takes the host about as long as a launched pass, of which a replay saves at least a quarter. Graphs that are dropped after fewer
+# replays each, so many times in a row, are not captured again.
+_PAYS, _WASTED = 10, 3
 
 
 def _alone(found: Any) -> list[Any]:
@@ -75,17 +78,25 @@ class CudaGraphs:
         generators: Callable[[torch.device], list[torch.Generator]] = lambda device: [],
         *,
         always: bool = False,
+        timings: int = 1,
         tell_all: Callable[[Any], list[Any]] = _alone,
     ) -> None:
         """Args:
         generators: returns those that the pass draws from with `draw_from`, besides the default one.
         always: capture the pass even if it is not launch-bound.
+        timings: steps whose first pass is timed. A rank is launch-bound if it is in all of them: one may have been held up.
         tell_all: gathers what all ranks have to say, in the order of ranks. All of them call it, at the same pass.
         """
         self._run, self._device, self._generators = run, device, generators
-        self._tell_all = tell_all
+        self._timings, self._tell_all = timings, tell_all
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._steps, self._recorded = 0, 0
+        self._steps, self._recorded, self._always = 0, 0, always
+        # Passes replayed by the graphs that there are. So far: passes replayed and launched, and captures that were tried.
+        self._replays = self.replayed = self.launched = self.captures = 0
+        # How many times in a row the graphs were dropped before their captures had paid.
+        self._wasted = 0
+        # Milliseconds of the host in the passes that were timed, or None where it was not the limit.
+        self._host_ms: list[float | None] = []
         # The memory pool that all graphs share: they never run at the same time.
         self._pool: Any = None
         # Passes that find no gradients.
@@ -103,14 +114,14 @@ class CudaGraphs:
         if begins:
             self._steps += 1
             self._begun = None
-            if self._steps == 2 and self.wanted is None:
+            if self._steps > 1 and self.wanted is None:
                 return self._timed(inputs, objective)
         if self._steps == 1 or not self.wanted or (self._begun is None and not begins):
-            return self._run(inputs, objective)
+            return self._launch(inputs, objective)
         known = self._first if self._begun is None else self._begun.more
         key = _form(inputs, objective, self._parameters)
         if key not in known and (self._recorded == _MOST or not self._record(known, key, inputs, objective)):
-            return self._run(inputs, objective)
+            return self._launch(inputs, objective)
         recording = known[key]
         if begins:
             self._begun = recording
@@ -124,17 +135,34 @@ class CudaGraphs:
             if not self._recorded:
                 raise
         # Here, where the error has let go of what the work had in memory.
-        self.release()
-        self._news.append("no CUDA graph is used from here on: an evaluation needs its memory")
+        self.release("no CUDA graph is used from here on: an evaluation needs its memory")
         return work()
 
-    def release(self) -> None:
-        """Destroy the graphs, and free their memory. No pass is captured from here on."""
-        self.drop()
+    def release(self, why: str | None = None) -> None:
+        """Destroy the graphs, and free their memory. No pass is captured from here on. The user is told why, if that is given."""
+        self._free()
         self.wanted = False
+        if why is not None:
+            self._news.append(why)
 
     def drop(self) -> None:
-        """Destroy the graphs, and free their memory. Later passes are captured again."""
+        """Destroy the graphs, and free their memory. Later passes are captured again if these graphs were worth their captures."""
+        if self._recorded:
+            self._wasted = self._wasted + 1 if self._replays < _PAYS * self._recorded else 0
+        self._free()
+        if self._wasted == _WASTED and self.wanted and not self._always:
+            self.release(
+                f"no CUDA graph is used from here on: evaluations, samples of text or scores of tasks come so often that a pass is replayed "
+                f"fewer than {_PAYS} times before it is captured again; parallel.graph=on captures it all the same"
+            )
+
+    def destroy(self) -> None:
+        """Destroy the graphs without waiting for the device, which may wait for a rank that has failed. Their memory is not freed."""
+        while self._first:
+            self._first.popitem()[1].release()
+        self._begun, self.wanted = None, False
+
+    def _free(self) -> None:
         if self._pool is None:
             return
         # A graph may still run. The allocator, which unmaps the memory of its pool, waits only for the stream of the capture.
@@ -142,7 +170,7 @@ class CudaGraphs:
             torch.cuda.synchronize(self._device)
         while self._first:
             self._first.popitem()[1].release()
-        self._begun, self._pool, self._recorded = None, None, 0
+        self._begun, self._pool, self._recorded, self._replays = None, None, 0, 0
         torch.cuda.empty_cache()
 
     @property
@@ -155,16 +183,24 @@ class CudaGraphs:
         news, self._news = self._news, []
         return news
 
+    def _launch(self, inputs: Inputs, objective: Objective) -> Loss:
+        self.launched += 1
+        return self._run(inputs, objective)
+
     def _timed(self, inputs: Inputs, objective: Objective) -> Loss:
         torch.cuda.synchronize(self._device)
         started = time.perf_counter()
-        loss = self._run(inputs, objective)
+        loss = self._launch(inputs, objective)
         host = time.perf_counter()
         torch.cuda.synchronize(self._device)
         ended = time.perf_counter()
-        # Ranks wait for the slowest host among them.
         is_bound = ended - host < _TAIL * (ended - started)
-        bound = self._tell_all(1000 * (host - started) if is_bound else None)
+        self._host_ms.append(1000 * (host - started) if is_bound else None)
+        if len(self._host_ms) < self._timings:
+            return loss
+        always = [each for each in self._host_ms if each is not None]
+        # Ranks wait for the slowest host among them.
+        bound = self._tell_all(min(always) if len(always) == self._timings else None)
         slowest = max((each for each in bound if each is not None), default=None)
         self.wanted = slowest is not None
         if slowest is not None:
@@ -175,6 +211,7 @@ class CudaGraphs:
 
     def _record(self, known: dict[object, Recording], key: object, inputs: Inputs, objective: Objective) -> bool:
         """Capture the pass without running it. Return False if this rank or another one cannot capture it."""
+        self.captures += 1
         before = [parameter.grad for parameter in self._parameters]
         recording, problem = None, None
         try:
@@ -184,15 +221,14 @@ class CudaGraphs:
         # Out of memory, or an operation that cannot be captured.
         except RuntimeError as error:
             problem = str(error).split("\n", 1)[0]
-        if (why := _first_problem(self._tell_all(problem))) is None and recording is not None:
+        if (why := first_problem(self._tell_all(problem))) is None and recording is not None:
             known[key] = recording
             self._recorded += 1
             return True
         if recording is not None:
             recording.release()
-        # Nothing is replayed from here on. No graph runs at the moment: a capture begins by waiting for the device.
-        self.release()
-        self._news.append(f"no CUDA graph is used: the pass cannot be captured ({why})")
+        # No graph runs at the moment: a capture begins by waiting for the device.
+        self.release(f"no CUDA graph is used: the pass cannot be captured ({why})")
         self._hand(before)
         return False
 
@@ -202,6 +238,7 @@ class CudaGraphs:
         for held, given in zip(_numbers(recording.objective), _numbers(objective), strict=True):
             held.copy_(given)
         recording.graph.replay()
+        self._replays, self.replayed = self._replays + 1, self.replayed + 1
         self._hand(recording.gradients)
         return _detached(recording.loss, Tensor.clone)
 
@@ -277,7 +314,7 @@ def _detached(loss: Loss, of: Callable[[Tensor], Tensor]) -> Loss:
     return Loss(loss.total.detach(), of(loss.cross_entropy.detach()), metrics, load)
 
 
-def _first_problem(problems: list[str | None]) -> str | None:
+def first_problem(problems: list[str | None]) -> str | None:
     """Return the problem of the first rank that has one, and which rank that is if there are several."""
     for rank, problem in enumerate(problems):
         if problem is not None:
@@ -288,7 +325,10 @@ def _first_problem(problems: list[str | None]) -> str | None:
 _live: WeakSet[CudaGraphs] = WeakSet()
 
 
-def release_graphs() -> None:
-    """Destroy all CUDA graphs of this process."""
+def release_graphs(*, failed: bool = False) -> None:
+    """Destroy all CUDA graphs of this process; after a failure without waiting for the device."""
     for graphs in list(_live):
-        graphs.release()
+        if failed:
+            graphs.destroy()
+        else:
+            graphs.release()

@@ -1,13 +1,14 @@
 """Data parallelism: each rank trains on its share of the global batch, with a replica of the model, a shard (FSDP) or both.
 
 A rank's share is a contiguous range of the batch's samples. Micro-batches, and with them dropout and losses per micro-batch, are
-therefore those of one process. Gradients are summed over all ranks once a step, beside the backward pass of the last micro-batch;
-FSDP sums its shards in every micro-batch. Losses, counts and expert loads are summed too, so that every rank has the `Result` of the global batch.
+therefore those of one process. Gradients are summed over all ranks once a step, beside the backward pass of the last micro-batch or
+after one that is replayed as a CUDA graph; FSDP sums its shards in every micro-batch. Losses, counts and expert loads are summed too, so that every rank has the `Result` of the global batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from argosy.parallel.cp import input_cut
 from argosy.parallel.cuda_graphs import CudaGraphs, Inputs
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_copies
+from argosy.parallel.graph_trial import GraphTrial
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import GradientSums
@@ -31,6 +33,9 @@ from argosy.parallel.tensor.apply import partial_parameters
 from argosy.parallel.text_passes import TextInputs, required
 from argosy.parallel.trace_ranges import LEFT_OVER, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
+
+# Steps whose first pass is timed, to learn whether a rank is launch-bound. With many ranks, one of them is often held up in a step.
+_TIMINGS = 2
 
 
 class DataParallel:
@@ -46,7 +51,8 @@ class DataParallel:
         z_loss: float,
         graph: str = "off",
     ) -> None:
-        """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound; with "on", always.
+        """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound and steps become shorter; with
+        "on", always. It has to be the same on all ranks.
 
         The collectives of tensor and context parallelism are part of a pass. The sums of gradients over replicas are not: they run beside
         the step's last pass if it is launched, and after it if it is replayed. Passes of FSDP cannot be captured."""
@@ -60,16 +66,23 @@ class DataParallel:
         self._is_last = False
         # None: kernels are launched one by one.
         self._graphs: CudaGraphs | None = None
+        self._trial: GraphTrial | None = None
         if graph != "off":
             self._graphs = CudaGraphs(
                 self._run_micro, model.parameters(), mesh.device, dropout.captured,
-                always=graph == "on", tell_all=all_gather_json,
+                always=graph == "on", timings=_TIMINGS, tell_all=self._tell_all,
             )  # fmt: skip
+        if self._graphs is not None and graph == "auto":
+            self._trial = GraphTrial(self._graphs, mesh.device)
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
+        with nullcontext() if self._trial is None else self._trial.timed():
+            return self._forward_backward(batch, step, loss_scale)
+
+    def _forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float) -> Result:
         self.on_phase("communication")
         totals = self._reduction.count(batch)
         self.on_phase("forward_backward")
@@ -83,15 +96,27 @@ class DataParallel:
         )
         self.on_phase("communication")
         with traced(LEFT_OVER):
-            self._reduction.sum_gradients(in_place=self._graphs is not None and self._graphs.owns_gradients)
+            self._reduction.sum_gradients(in_place=self._owned_by_graph)
         return self._reduction.sum_result(result, totals)
+
+    def _tell_all(self, message: Any) -> list[Any]:
+        """Gather a message of every rank between two passes. A rank that waits for a slow one must not seem as slow."""
+        self.on_phase("communication")
+        found = all_gather_json(message)
+        self.on_phase("forward_backward")
+        return found
+
+    @property
+    def _owned_by_graph(self) -> bool:
+        """True if gradients are where a graph has written them: their sums are copied there, since that memory is not free."""
+        return self._graphs is not None and self._graphs.owns_gradients
 
     def _before_pass(self, last: bool) -> None:
         reduce_copies(self.model, last=last)
         self._is_last = last
 
     def _run_micro(self, inputs: Inputs, objective: Objective) -> Loss:
-        if self._is_last and not cuda_graphs.is_capturing():
+        if self._is_last and not cuda_graphs.is_capturing() and not self._owned_by_graph:
             self._reduction.arm()
         return self._micro_batches.forward_backward_micro(inputs, objective)
 

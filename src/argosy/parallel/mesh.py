@@ -173,11 +173,13 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     refuse_pickled_messages()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+    failed = True
     try:
         yield replace(make_mesh(parallel, device), local_rank=world.local_rank)
+        failed = False
     finally:
         try:
-            release_graphs()
+            release_graphs(failed=failed)
         finally:
             dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from argosy.config.layout import uncapturable
 from argosy.config.schema import RunSpec
 from argosy.model.build import build_model
+from argosy.parallel.cuda_graphs import first_problem
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision, choose_precision
@@ -70,7 +71,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
     materialise(model, mesh.device, weights, frozen=frozen)
     dropout = DropoutSeeds(model, seed)
-    graph = parallel.graph if graph_refusal(spec, precision, mesh.device) is None else "off"
+    graph = parallel.graph if all_graph_refusal(spec, precision, mesh) is None else "off"
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import make_pipeline
 
@@ -110,6 +111,19 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     model._apply(allocated)
+
+
+def all_graph_refusal(spec: RunSpec, precision: str, mesh: Mesh) -> str | None:
+    """Return why a rank does not capture passes, the same on all ranks; None if all of them can.
+
+    It depends on what is installed on a rank's machine, and a rank that captures waits for the others. All ranks have to call this.
+    """
+    why = graph_refusal(spec, precision, mesh.device)
+    if mesh.devices is None or mesh.device.type != "cuda" or spec.parallel.graph == "off":
+        return why
+    from argosy.parallel.host_group import all_gather_json
+
+    return first_problem(all_gather_json(why))
 
 
 def graph_refusal(spec: RunSpec, precision: str, device: torch.device) -> str | None:

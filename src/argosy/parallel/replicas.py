@@ -1,7 +1,7 @@
 """Ranks that hold the same parameters: the all-reduces of their gradients, and a check that the replicas still hold the same bits.
 
 Gradients are summed once a step, in buckets, while the last backward pass runs: a bucket's all-reduce is launched as soon as the last
-gradient of each of its parameters is there. Buckets and their order depend on the model alone, so that all ranks launch the same
+gradient of each of its parameters is there. If that pass is replayed as a CUDA graph, they are summed after it. Buckets and their order depend on the model alone, so that all ranks launch the same
 all-reduces in the same order, and a repeated or resumed step gives the same bits.
 """
 

@@ -199,12 +199,17 @@ def gathers(layout: Layout) -> bool:
     return layout.zero == 3 and layout.pp == 1
 
 
+def replays(work: Work, layout: Layout, stack: Stack) -> bool:
+    """Return whether passes run as CUDA graphs."""
+    return stack.replays and work.replays(layout)
+
+
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
     """Return the host seconds for one layer and micro-batch: its modules in the forward pass, and twice that in the backward pass.
 
     A CUDA graph replay takes no host time. If the graph leaves experts out, their share of a layer remains.
     """
-    if stack.replays and work.replays(layout):
+    if replays(work, layout, stack):
         return 0.0
     again = 0
     if layout.recompute == "full":

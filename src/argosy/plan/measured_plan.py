@@ -28,7 +28,7 @@ from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import StageMemory, stage_memory
 from argosy.plan.own_layout import layout_of
 from argosy.plan.plan_report import duration
-from argosy.plan.time import MicroBatchTime, bubble_seconds, micro_batch_time, once_a_step
+from argosy.plan.time import MicroBatchTime, as_run, bubble_seconds, micro_batch_time, once_a_step
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,13 @@ class RankPlan:
         return Seconds(passes, self._once(cluster, alone, alone=True)[1])
 
     def _once(self, cluster: Cluster, micro: MicroBatchTime, *, alone: bool = False) -> tuple[float, float]:
-        return once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro, alone=alone)
+        return once_a_step(self._as_run(cluster), self.layout, cluster, self.stack, self.known, micro, alone=alone)
 
     def _micro_batch(self, cluster: Cluster, *, alone: bool = False) -> MicroBatchTime:
-        return micro_batch_time(self.work, self.layout, cluster, self.stack, self.known, alone=alone)
+        return micro_batch_time(self._as_run(cluster), self.layout, cluster, self.stack, self.known, alone=alone)
+
+    def _as_run(self, cluster: Cluster) -> Work:
+        return as_run(self.work, self.layout, cluster, self.stack, self.known)
 
     def step(self, measured: Mapping[int, Seconds], cluster: Cluster) -> MeasuredStep:
         """Return the step that follows from the compute measured on one rank of some of the stages."""

@@ -9,7 +9,7 @@ m max(T) + (sum(T) - max(T)) / v for m micro-batches and v virtual stages per ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log2
 
@@ -26,6 +26,7 @@ from argosy.plan.layer import (
     layer_parameters,
     layer_passes,
     remade,
+    replays,
 )
 from argosy.plan.layouts import Layout, Work, stage_layers
 from argosy.plan.links import Links, exchange, gather, group, latency, reduce, send
@@ -138,6 +139,26 @@ def once_a_step(
 
 
 def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> StepTime:
+    """Return the time of a step by its parts. Where passes may be replayed as CUDA graphs or launched, of the faster way."""
+    found = [_step_time(way, layout, cluster, stack, known) for way in _ways(work, layout, stack)]
+    return min(found, key=lambda step: step.total)
+
+
+def as_run(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> Work:
+    """Return the work as a run does it, with replayed passes or launched ones: what is faster."""
+    return min(_ways(work, layout, stack), key=lambda way: _step_time(way, layout, cluster, stack, known).total)
+
+
+def _ways(work: Work, layout: Layout, stack: Stack) -> list[Work]:
+    """Return the work with passes that are replayed as CUDA graphs and, if a run may choose, with launched ones.
+
+    A replayed pass takes no host time, but gradients are summed after it, not beside it. Several ranks choose by the clock.
+    """
+    may_choose = replays(work, layout, stack) and layout.gpus > 1 and not work.captured_only
+    return [work, replace(work, replayed=False)] if may_choose else [work]
+
+
+def _step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> StepTime:
     terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "data", "outside", "waiting"), 0.0)
     micro = micro_batch_time(work, layout, cluster, stack, known)
     slowest = micro.stages.index(max(micro.stages))
@@ -311,4 +332,5 @@ def _once(
         what = "copies"
     elif layout.zero == 0 and "replicas" in stack.overlaps:
         what = "replicas"
-    return max(0.0, exchanged - known.hidden(stack, what) * backward), optimiser
+    hidden = 0.0 if replays(work, layout, stack) else known.hidden(stack, what)
+    return max(0.0, exchanged - hidden * backward), optimiser

@@ -31,7 +31,7 @@ from argosy.config.pipeline import describe_bubble
 from argosy.config.resolve import Resolved
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Agreement
-from argosy.parallel.parallelize import graph_refusal
+from argosy.parallel.parallelize import all_graph_refusal
 from argosy.parallel.precision import describe_precision, slow_precision
 from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import JsonlWriter, Record, now, read_jsonl
@@ -241,8 +241,9 @@ def opening_warnings(session: Session) -> Iterator[tuple[str, str, bool]]:
         yield "bubble", text, long
     if session.mesh.is_first and (slow := slow_precision(session.spec.train.precision, session.device)):
         yield "precision", slow, True
-    asked = session.mesh.is_first and session.spec.parallel.graph == "on"
-    if asked and (why := graph_refusal(session.spec, session.precision, session.device)) is not None:
+    asked = session.spec.parallel.graph == "on"
+    why = all_graph_refusal(session.spec, session.precision, session.mesh) if asked else None
+    if session.mesh.is_first and why is not None:
         yield "graph", f"parallel.graph=on, but no CUDA graph is captured: {why}", True
 
 
