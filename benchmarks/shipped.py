@@ -1,10 +1,11 @@
 """A benchmark that cannot flatter: `argosy train` itself, presets as shipped, beside the loops people write themselves.
 
-    python benchmarks/shipped.py [WORK …] [--steps 60] [--only argosy,plain,transformers] [--precision fp8] [--json FILE]
+    python benchmarks/shipped.py [WORK …] [--steps 60] [--only argosy,floor,plain,transformers] [--precision fp8] [--json FILE]
 
 Each run is its own process, one after the other on the same GPU. Argosy's has a preset, a corpus made by `argosy data prepare` and the keys
 that every run must have (sequence length, batch, steps, learning rate): no other key is set. Its step is the median of those its own
-metrics tell, in the second half of the run; "start" is from the command to the end of the first step. The loops of `peers.py` run
+metrics tell, in the second half of the run; "start" is from the command to the end of the first step. "floor" is the time of the matmuls and
+attention kernels of such a step alone, by `argosy bench` with the run's micro-batch. The loops of `peers.py` run
 with the largest micro-batch of theirs that fits, in the 16-bit type that Argosy trains in, or in fp32 where it does. A run that fails is a
 row of the table, and the others go on; the command then ends with status 1.
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LOOPS = ("plain", "transformers")
+WHO = ("argosy", "floor", *LOOPS)
 COLUMNS = ("work", "who", "precision", "step", "tokens/s", "MFU", "memory", "micro-batch", "start", "")
 # Metrics have the mean of every 10 steps. Kernels are compiled in the first 10, which are not reported.
 FEWEST_STEPS = 20
@@ -40,8 +42,11 @@ class Work:
     seq_len: int
     vocabulary: int
     keys: tuple[str, ...] = ()
-    # Whether the loops of `peers.py` can do the same work.
-    has_peers: bool = True
+    # Who else can do the same work.
+    peers: tuple[str, ...] = ("floor", *LOOPS)
+
+    def by(self, who: str) -> bool:
+        return who == "argosy" or who in self.peers
 
 
 WORKS = {
@@ -50,7 +55,12 @@ WORKS = {
     "llama3-1b": Work("llama3-1b", 4, 8192, 128_256),
     "llama3-8b-shape": Work("llama3-8b", 2, 8192, 128_256, ("model.layers=8",)),
     # The corpus has documents of 1,000 tokens: there is less attention to compute.
-    "llama3-1b-documents": Work("llama3-1b", 4, 8192, 128_256, ("data.document_mask=true",), has_peers=False),
+    "llama3-1b-documents": Work("llama3-1b", 4, 8192, 128_256, ("data.document_mask=true",), peers=()),
+    "gpt2-large-fp8": Work("gpt2-large", 32, 1024, 50_257, ("train.precision=fp8",), peers=("floor",)),
+    "llama3-1b-fp8": Work("llama3-1b", 4, 8192, 128_256, ("train.precision=fp8",), peers=("floor",)),
+    "llama3-8b-shape-fp8": Work(
+        "llama3-8b", 2, 8192, 128_256, ("model.layers=8", "train.precision=fp8"), peers=("floor",)
+    ),
     # For a machine without a GPU, to try the benchmark itself.
     "smoke": Work("gpt2", 4, 32, 500, ("model.layers=2", "model.hidden=32", "model.heads=2", "model.vocab_size=500")),
 }
@@ -137,6 +147,22 @@ def _find(tree: Any, key: str) -> Any:
     return tree[key] if key in tree else next((found for value in tree.values() if (found := _find(value, key))), None)
 
 
+def floor(work: Work, steps: int, more: list[str], micro_batch: int | None) -> dict[str, Any]:
+    """Time the matmuls and attention kernels of a step on random tokens."""
+    size = [] if micro_batch is None else ["--micro-batch", micro_batch]
+    shape = ["--batch", work.batch, "--seq-len", work.seq_len, *size]
+    said = argosy(
+        "bench", work.preset, *shape, "--steps", steps, "--json", "train.deterministic=true", *work.keys, *more
+    )
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    return {
+        "step_s": found["floor_ms"] / 1000,
+        "micro_batch": found["micro_batch"],
+        "precision": found["precision"],
+        "bench_step_s": found["step_ms"] / 1000,
+    }
+
+
 def peer(loop: str, name: str, steps: int, precision: str) -> dict[str, Any]:
     """Run a loop of `peers.py` with the largest micro-batch that fits. `precision` is a value of `train.precision`."""
     micro_batch, said = WORKS[name].batch, ""
@@ -191,9 +217,10 @@ def main() -> None:
             for name in options.works or [name for name in WORKS if name != "smoke"]:
                 found = results.setdefault(name, {})
                 for who in options.only:
-                    if who == "argosy" or WORKS[name].has_peers:
+                    if WORKS[name].by(who):
                         row = "argosy" + "".join(f" {key}" for key in more) if who == "argosy" else who
-                        found[row] = _measure(name, who, Path(folder), options.steps, more)
+                        size = next((result.get("micro_batch") for result in found.values()), None)
+                        found[row] = _measure(name, who, Path(folder), options.steps, more, size)
                         print(f"{name} {row}: {found[row]}", file=sys.stderr, flush=True)
     finally:
         show(results)
@@ -203,11 +230,13 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def _measure(name: str, who: str, folder: Path, steps: int, more: list[str]) -> dict[str, Any]:
-    """Time one run. Returns its numbers, or the error that it ended with."""
+def _measure(name: str, who: str, folder: Path, steps: int, more: list[str], micro_batch: int | None) -> dict[str, Any]:
+    """Time one run, the floor's with the micro-batch that Argosy's had. Returns its numbers, or the error that it ended with."""
     try:
         if who == "argosy":
             return train(name, WORKS[name], folder, steps, more)
+        if who == "floor":
+            return floor(WORKS[name], max(8, steps // 4), more, micro_batch)
         asked = [key.partition("=")[2] for key in more if key.startswith("train.precision=")]
         return peer(who, name, max(8, steps // 2), asked[-1] if asked else "auto")
     except RunFailed as error:
@@ -220,7 +249,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=60, help=f"of Argosy's runs, at least {FEWEST_STEPS}; peers do half"
     )
-    parser.add_argument("--only", default="argosy,plain,transformers", help="who runs, separated by commas")
+    parser.add_argument("--only", default=",".join(WHO), help="who runs, separated by commas")
     parser.add_argument("--precision", help="train.precision of all runs; Argosy's default without it")
     parser.add_argument(
         "--key", action="append", default=[], help="KEY=VALUE for Argosy's runs, to see what a key is worth"
@@ -229,7 +258,7 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     options.only = options.only.split(",")
     # With nargs="*", argparse of Python 3.11 refuses an empty list as no choice.
-    for flag, given, known in (("WORK", options.works, tuple(WORKS)), ("--only", options.only, ("argosy", *LOOPS))):
+    for flag, given, known in (("WORK", options.works, tuple(WORKS)), ("--only", options.only, WHO)):
         for word in given:
             if word not in known:
                 parser.error(f"{flag}: {word!r} is none of {', '.join(known)}")

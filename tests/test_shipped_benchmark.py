@@ -93,7 +93,7 @@ def _main(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     ("words", "said"),
     [
         (["nosuch"], "'nosuch' is none of gpt2, "),
-        (["smoke", "--only", "argosy,nosuch"], "'nosuch' is none of argosy, plain, transformers"),
+        (["smoke", "--only", "argosy,nosuch"], "'nosuch' is none of argosy, floor, plain, transformers"),
         (["smoke", "--steps", "19"], "19 is below 20: metrics are means of 10 steps"),
     ],
 )
@@ -121,7 +121,19 @@ def test_a_failed_run_is_a_row_and_the_others_go_on(
 
     monkeypatch.setattr(shipped, "train", train)
     monkeypatch.setattr(shipped, "peer", peer)
-    assert _main(monkeypatch, "smoke", "gpt2", "smoke", "--json", str(tmp_path / "all.json")) == 1
+    assert (
+        _main(
+            monkeypatch,
+            "smoke",
+            "gpt2",
+            "smoke",
+            "--only",
+            "argosy,plain,transformers",
+            "--json",
+            str(tmp_path / "all.json"),
+        )
+        == 1
+    )
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 8
     assert {row.replace("\\|", "").count("|") for row in rows} == {len(shipped.COLUMNS) + 1}
@@ -145,3 +157,27 @@ def test_peers_are_asked_for_the_precision_that_argosy_is(monkeypatch: pytest.Mo
 def test_an_error_of_argosy_has_what_it_printed() -> None:
     with pytest.raises(shipped.RunFailed, match=r"error\[config"):
         shipped.argosy("config", "show", "nosuch.yaml")
+
+
+def test_the_floor_is_that_of_the_same_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of `argosy bench` with the run's micro-batch, and not for works that it cannot do."""
+    asked: list[tuple[object, ...]] = []
+
+    def argosy(*words: object) -> str:
+        asked.append(words)
+        return json.dumps({"floor_ms": 4.0, "step_ms": 5.0, "micro_batch": 2, "precision": "bf16"}) + "\na warning\n"
+
+    monkeypatch.setattr(shipped, "train", lambda *_: dict(MEASURED) | {"micro_batch": 2})
+    monkeypatch.setattr(shipped, "argosy", argosy)
+    words = ["llama3-8b-shape-fp8", "llama3-1b-documents", "--only", "argosy,floor", "--key", "optim.lr=1e-4"]
+    assert _main(monkeypatch, *words) == 0
+    (one,) = asked
+    assert [str(word) for word in one] == [
+        "bench", "llama3-8b", "--batch", "2", "--seq-len", "8192", "--micro-batch", "2", "--steps", "15", "--json", "train.deterministic=true",
+        "model.layers=8", "train.precision=fp8", "optim.lr=1e-4",
+    ]  # fmt: skip
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[1] for row in rows[2:]] == ["argosy optim.lr=1e-4", "floor", "argosy optim.lr=1e-4"]
+    assert "| bf16 | 4.0 ms | 4096.0K |" in rows[3]
