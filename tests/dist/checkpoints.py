@@ -13,14 +13,13 @@ from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
 from argosy.checkpoint.save import contents, save
 from argosy.checkpoint.save_plan import make_plan
 from argosy.checkpoint.store import latest, load_into
-from argosy.model.build import initial_weights
 from argosy.parallel.host_group import make_host_group
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import local, whole
 from argosy.train.optimizer import Optimizer
 from dist.devices import own_mesh
-from dist.training import batch_of, share_of, spec_of, take_step
+from dist.training import batch_of, set_initial_weights, share_of, spec_of, take_step
 
 State = dict[str, np.ndarray]
 
@@ -30,7 +29,7 @@ def _session(model: str, layout: str) -> tuple[Optimizer, object, Mesh]:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
-    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    set_initial_weights(optimizer, engine, spec)
     return optimizer, engine, mesh
 
 

@@ -7,14 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy.model.build import initial_weights
 from argosy.parallel.parallelize import parallelize
 from argosy.train.exposed_communication import Exposure, exposure_of
 from argosy.train.optimizer import Optimizer
 from argosy.train.profile_steps import Profiling, Window
 from argosy.train.step import take_step
 from dist.devices import own_mesh
-from dist.training import batch_of, share_of, spec_of
+from dist.training import batch_of, set_initial_weights, share_of, spec_of
 
 
 class Profiled(NamedTuple):
@@ -31,7 +30,7 @@ def profile_steps(model: str, layout: str) -> Profiled:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
-    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    set_initial_weights(optimizer, engine, spec)
     with tempfile.TemporaryDirectory() as root:
         profiling, lines = Profiling(Window(2, 4), Path(root), mesh), list[str]()
         for step in range(1, 4):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from argosy.model.layers import Linear
 from argosy.parallel.cutting import cut_parameters
-from argosy.parallel.shards import Box, held_boxes, local, part_of, whole
+from argosy.parallel.shards import Box, held_boxes, local, part_of, span_of, whole
 
 
 def held(dp: int, tp: int, rows: int, dim: int) -> list[Box]:
@@ -23,6 +23,8 @@ def held(dp: int, tp: int, rows: int, dim: int) -> list[Box]:
     weight = next(layer.parameters())
     assert torch.equal(local(weight), part_of(values, weight))
     assert torch.equal(whole(weight), values)
+    here = sorted(map(int, local(weight).flatten().tolist()))
+    assert span_of(weight) == (range(here[0], here[-1] + 1) if here else range(0))
     boxes = held_boxes(weight)
     assert all(torch.equal(found.of(weight), values[found.box.slices]) for found in boxes)
     return [found.box for found in boxes]

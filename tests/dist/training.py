@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,22 +11,22 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.compat import gathered_parameters
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
-from argosy.model import attention
-from argosy.model.build import initial_weights
+from argosy.model import attention, build
 from argosy.model.ops.matmul import separable
 from argosy.parallel.data_parallel import DataParallel
+from argosy.parallel.engine import Engine
 from argosy.parallel.fsdp import units
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.pipeline import pipeline_engine
-from argosy.parallel.shards import whole
+from argosy.parallel.shards import span_of, whole
 from argosy.parallel.tensor.region import EarlySum
 from argosy.tasks.task_registry import TASKS
 from argosy.train.optimizer import Optimizer
@@ -141,6 +142,18 @@ def drawing_alike(spec: RunSpec) -> AbstractContextManager[Any]:
     return patch.object(attention, "BACKENDS", (attention.Backend("plain", lambda case: None, plainly),))
 
 
+def set_initial_weights(optimizer: Optimizer, engine: Engine, spec: RunSpec) -> None:
+    """Draw them in small blocks. Of a block that this rank does not ask for, all numbers are NaN."""
+    draws = build._draws
+
+    def on_nothing(value: Tensor, *arguments: Any) -> Any:
+        value.fill_(math.nan)
+        return draws(value, *arguments)
+
+    with patch.object(build, "_BLOCK", 128), patch.object(build, "_draws", on_nothing):
+        optimizer.set_weights(build.initial_weights(engine.model, spec.model, spec.train.seed, span_of))
+
+
 def train_steps(model: str, layout: str, steps: int, evaluates: bool = False) -> Trace:
     """Train. With `evaluates`, a batch is evaluated after each step."""
     spec = spec_of(model, layout)
@@ -152,7 +165,7 @@ def _train(model: str, spec: RunSpec, steps: int, evaluates: bool) -> Trace:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
-    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    set_initial_weights(optimizer, engine, spec)
     losses, norms = [], []
     for step in range(1, steps + 1):
         batch = batch_of(model, step)
@@ -172,7 +185,7 @@ def gradients_between(model: str, layout: str) -> list[tuple[int, bool]]:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
-    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    set_initial_weights(optimizer, engine, spec)
     held, before = [], DataParallel._before_pass
 
     def looked(self: DataParallel, last: bool) -> None:
@@ -193,7 +206,7 @@ def kept_dtypes(model: str, layout: str) -> set[str]:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
-    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
+    set_initial_weights(optimizer, engine, spec)
     found, reduce = set[str](), pipeline_engine.reduce_everything
 
     def looking(stages: nn.Module) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from argosy.config.resolve import resolve_model
-from argosy.model.build import build_model, fill_like_initial, initial_value, initialise
+from argosy.model import build
+from argosy.model.build import build_model, fill_like_initial, initial_value, initial_weights, initialise
 
 SIZES = ["hidden=64", "heads=4", "vocab_size=500", "max_seq_len=32"]
 
@@ -73,3 +77,94 @@ def test_a_fresh_t5_guesses_evenly_with_a_head_of_its_own_or_without(preset: str
     logits = model(tokens, decoder_tokens=tokens.flip(1))
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     assert float(loss.detach()) == pytest.approx(math.log(500), abs=1.0)
+
+
+BLOCK = 512
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "t5-small"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_blocks_of_a_parameter_are_drawn_by_any_number_of_threads(
+    preset: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(build, "_MOST_AHEAD", 20_000)
+    name = "embed.tokens.weight"
+    spec = resolve_model(preset, [*SIZES, "layers=2", "vocab_size=31"])
+    model = build_model(spec)
+    shape = dict(model.named_parameters())[name].shape
+    in_one = initial_value(name, shape, spec, seed=1).flatten()
+    monkeypatch.setattr(build, "_BLOCK", BLOCK)
+    found = dict(initial_weights(model, spec, 1))
+    for parameter, value in model.named_parameters():
+        assert torch.equal(found[parameter], initial_value(parameter, value.shape, spec, seed=1))
+    blocks = found[name].flatten().split(BLOCK)
+    assert len(blocks) == 4
+    assert torch.equal(blocks[0], in_one[:BLOCK])
+    assert all(not torch.equal(one[:256], other[:256]) for one, other in itertools.pairwise(blocks))
+    assert float(in_one.std()) == pytest.approx(float(found[name].std()), rel=0.1)
+
+
+def test_rows_of_t5_keep_their_scales_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is of whole rows, some of queries and some of keys."""
+    spec = resolve_model("t5-small", [*SIZES, "layers=2", "head_dim=16"])
+    monkeypatch.setattr(build, "_BLOCK", 5 * 64 + 1)
+    qkv = initial_value("layers.0.attn.qkv.weight", torch.Size((4 * 3 * 16, 64)), spec, seed=1).view(4, 3, 16, 64)
+    assert float(qkv[:, 0].std()) == pytest.approx(spec.init_std / 8 / 4, rel=0.05)
+    assert float(qkv[:, 1:].std()) == pytest.approx(spec.init_std / 8, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("span", "firsts"),
+    [
+        (range(1), [0]),
+        (range(511, 513), [0, 8]),
+        (range(1024, 1536), [16]),
+        (range(31_999, 32_000), [496]),
+        (range(0), []),
+    ],
+)
+def test_a_rank_draws_only_the_blocks_in_which_it_has_numbers(
+    span: range, firsts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = resolve_model("gpt2", [*SIZES, "layers=2"])
+    model = build_model(spec)
+    monkeypatch.setattr(build, "_BLOCK", BLOCK)
+    draw, drawn = build._draw, list[int]()
+
+    def noted(rows: torch.Tensor, *more: Any) -> None:
+        if rows.untyped_storage().nbytes() == 500 * 64 * 4:
+            drawn.append(rows.storage_offset() // 64)
+        draw(rows, *more)
+
+    whole = dict(initial_weights(model, spec, 1))
+    monkeypatch.setattr(build, "_draw", noted)
+    found = dict(initial_weights(model, spec, 1, lambda p: span if len(p) == 500 else range(p.numel())))
+    assert sorted(drawn) == firsts
+    for name, value in found.items():
+        part = slice(span.start, span.stop) if len(value) == 500 else slice(None)
+        assert torch.equal(value.flatten()[part], whole[name].flatten()[part])
+
+
+def test_what_is_drawn_ahead_is_bounded_also_where_a_rank_keeps_little_of_each_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class AtOnce(ThreadPoolExecutor):
+        def submit(self, work: Any, /, *arguments: Any, **named: Any) -> Any:
+            done: Future[Any] = Future()
+            done.set_result(work(*arguments, **named))
+            return done
+
+    spec = resolve_model("gpt2", [*SIZES, "layers=12"])
+    draw, drawn = build._draw, list[int]()
+
+    def noted(rows: torch.Tensor, *more: Any) -> None:
+        drawn.append(rows.numel())
+        draw(rows, *more)
+
+    monkeypatch.setattr(build, "_draw", noted)
+    monkeypatch.setattr(build, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(build, "_BLOCK", 2048)
+    monkeypatch.setattr(build, "_MOST_AHEAD", 20_000)
+    next(initial_weights(build_model(spec), spec, 1, lambda parameter: range(1)))
+    assert 10_000 < sum(drawn) <= 20_000

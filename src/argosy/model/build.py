@@ -1,6 +1,6 @@
 """Build a model from its spec, and draw its initial weights.
 
-Initial weights are the same for every layout: each parameter is drawn from a seed derived from (run seed, its name).
+Initial weights are the same for every layout: each block of a parameter is drawn from a seed derived from (run seed, its name, its number).
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,8 @@ def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Modul
     return model
 
 
+# Numbers that are drawn with one seed, about. A larger parameter has a seed for each block of rows, so that threads can share it.
+_BLOCK = 2**20
 # Numbers drawn ahead, at most: 4 GB.
 _MOST_AHEAD = 2**30
 # The projections that write into the residual stream start smaller, so that the stream's variance does not grow with depth.
@@ -57,37 +61,54 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
             parameters[name].copy_(value)
 
 
-def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _all_of(parameter: Tensor) -> range:
+    return range(parameter.numel())
+
+
+def initial_weights(
+    model: nn.Module, spec: ModelSpec, seed: int, span_of: Callable[[Tensor], range] = _all_of
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter's name and initial value, the largest first.
 
-    A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on their number.
+    A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on how many threads there are.
+
+    Args:
+        span_of: returns which numbers of a parameter this rank needs. Others may be missing: they are any numbers.
     """
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    # What a thread draws for each: for a magnitude, the weight whose norms it is.
-    drawing = {name: shapes[_drawn(name, spec)].numel() for name in shapes}
-    waiting = sorted(shapes, key=lambda name: shapes[name].numel())
-    drawn: deque[tuple[str, Future[Tensor]]] = deque()
+    parameters = dict(model.named_parameters())
+    # What is drawn for each, and which rows of it.
+    drawn = {name: _drawn(name, spec) for name in parameters}
+    rows = {}
+    for name, parameter in parameters.items():
+        whole = parameters[drawn[name]]
+        rows[name] = _rows_of(span_of(parameter) if whole is parameter else _all_of(whole), whole.shape)
+    size = {name: (rows[name].stop - rows[name].start) * _columns(parameters[drawn[name]].shape) for name in parameters}
+    waiting = sorted(parameters, key=size.__getitem__)
+    begun: deque[tuple[str, Future[Tensor]]] = deque()
     threads, ranks, ahead = min(16, torch.get_num_threads()), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0
     with ThreadPoolExecutor(threads) as pool:
-        while waiting or drawn:
-            while waiting and (not drawn or ahead + drawing[waiting[-1]] <= _MOST_AHEAD // ranks):
+        while waiting or begun:
+            while waiting and (not begun or ahead + size[waiting[-1]] <= _MOST_AHEAD // ranks):
                 name = waiting.pop()
-                ahead += drawing[name]
-                drawn.append((name, pool.submit(_first_value, name, shapes, spec, seed)))
-            name, value = drawn.popleft()
-            yield name, value.result()
-            ahead -= drawing[name]
+                ahead += size[name]
+                value = torch.empty(parameters[drawn[name]].shape)
+                blocks = [pool.submit(draw) for draw in _draws(value, rows[name], drawn[name], spec, seed)]
+                begun.append((name, pool.submit(_finished, value, blocks, norms=drawn[name] != name)))
+            name, finished = begun.popleft()
+            yield name, finished.result()
+            ahead -= size[name]
+
+
+def _finished(value: Tensor, blocks: list[Future[Any]], *, norms: bool) -> Tensor:
+    """Wait for the blocks, all of which threads have begun: a pool begins its work in order. Return the value, or the norms of its rows."""
+    for block in blocks:
+        block.result()
+    return row_norms(value) if norms else value
 
 
 def _drawn(name: str, spec: ModelSpec) -> str:
-    """Return the parameter that is drawn for a parameter's initial value."""
+    """Return the parameter that is drawn for a parameter's initial value: for a magnitude, the weight whose norms it is."""
     return name if spec.lora is None else weight_of_magnitude(name) or name
-
-
-def _first_value(name: str, shapes: Mapping[str, torch.Size], spec: ModelSpec, seed: int) -> Tensor:
-    drawn = _drawn(name, spec)
-    value = initial_value(drawn, shapes[drawn], spec, seed)
-    return value if drawn == name else row_norms(value)
 
 
 def _constant(name: str, spec: ModelSpec) -> float | None:
@@ -116,18 +137,48 @@ def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> T
 
     The magnitudes of DoRA are no draw: they are the norms of a weight's rows.
     """
+    value = torch.empty(shape)
+    for draw in _draws(value, _rows_of(_all_of(value), shape), name, spec, seed):
+        draw()
+    return value
+
+
+def _columns(shape: torch.Size) -> int:
+    return shape[-1] if shape else 1
+
+
+def _rows_of(span: range, shape: torch.Size) -> range:
+    """Return the first row of each block that has a part of a span. The end is that of the last block."""
+    columns, rows = _columns(shape), math.prod(shape[:-1])
+    step = max(1, _BLOCK // columns)
+    first, last = span.start // columns, -(-span.stop // columns)
+    return range(first // step * step, min(-(-last // step) * step, rows), step)
+
+
+def _draws(value: Tensor, rows: range, name: str, spec: ModelSpec, seed: int) -> Iterator[Callable[[], Any]]:
+    """Yield the work of filling blocks of rows of a value, in parts that may run at the same time."""
+    matrix = value.view(-1, _columns(value.shape))
     if (constant := _constant(name, spec)) is not None:
-        return torch.full(shape, constant)
-    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
-    value = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
+        yield partial(matrix[rows.start : rows.stop].fill_, constant)
+        return
+    std = _std(name, value.shape, spec)
+    for first in rows:
+        place, number = slice(first, min(first + rows.step, rows.stop)), first // rows.step
+        names = ("init", name, number) if number else ("init", name)
+        yield partial(_draw, matrix[place], derive_seed(seed, *names), std[place] if isinstance(std, Tensor) else std)
+
+
+def _draw(rows: Tensor, seed: int, std: Tensor | float) -> None:
+    rows.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(seed)).mul_(std)
+
+
+def _std(name: str, shape: torch.Size, spec: ModelSpec) -> Tensor | float:
+    """Return the standard deviation of a parameter's initial numbers, or that of each of its rows."""
     if name.endswith(".lora_a"):
-        return value.mul_((3 * shape[-1]) ** -0.5)
+        return float((3 * shape[-1]) ** -0.5)
     if architecture_of(spec).fan_in_init:
-        return value.mul_(_t5_std(name, shape, spec))
-    std = spec.init_std
-    if name.endswith(_INTO_RESIDUAL):
-        std /= math.sqrt(2 * spec.layers)
-    return value.mul_(std)
+        return _t5_std(name, shape, spec)
+    return spec.init_std / math.sqrt(2 * spec.layers) if name.endswith(_INTO_RESIDUAL) else spec.init_std
 
 
 def _t5_std(name: str, shape: torch.Size, spec: ModelSpec) -> Tensor | float:

@@ -243,3 +243,13 @@ def held_boxes(tensor: Tensor) -> list[Held]:
         shape[cut.dim] = cut.size
     box = Box(tuple(offset), tuple(shape))
     return [Held(box, whole_box(box.shape))] if box.numel or not tensor.numel() else []
+
+
+def span_of(tensor: Tensor) -> range:
+    """Return the numbers of a whole tensor, counted row by row, from the first to the last that this rank holds."""
+    strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim)]
+    for held in held_boxes(tensor):
+        first = sum(at * stride for at, stride in zip(held.box.offset, strides, strict=True))
+        rest = sum((size - 1) * stride for size, stride in zip(held.box.shape, strides, strict=True))
+        return range(first, first + rest + 1)
+    return range(0)

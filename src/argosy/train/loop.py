@@ -19,6 +19,7 @@ from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
+from argosy.parallel.shards import span_of
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
 from argosy.tasks.task_registry import run_flops_per_token, task_of
@@ -376,7 +377,7 @@ def fresh_weights(session: Session, start: Source | None, notes: list[str]) -> I
     if start is None:
         if session.mesh.is_first:
             notes += filter(None, [session.data.unused_vocabulary()])
-        return initial_weights(model, spec.model, spec.train.seed)
+        return initial_weights(model, spec.model, spec.train.seed, span_of)
     notes.append(f"starting from the weights of {start.where}, trained to step {start.step}")
     if (more := spec.model.vocab_size - start.model.vocab_size) > 0:
         notes.append(f"{more} rows of the vocabulary are new")
