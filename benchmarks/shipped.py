@@ -147,10 +147,9 @@ def _find(tree: Any, key: str) -> Any:
     return tree[key] if key in tree else next((found for value in tree.values() if (found := _find(value, key))), None)
 
 
-def floor(work: Work, steps: int, more: list[str], micro_batch: int | None) -> dict[str, Any]:
+def floor(work: Work, steps: int, more: list[str], micro_batch: int) -> dict[str, Any]:
     """Time the matmuls and attention kernels of a step on random tokens."""
-    size = [] if micro_batch is None else ["--micro-batch", micro_batch]
-    shape = ["--batch", work.batch, "--seq-len", work.seq_len, *size]
+    shape = ["--batch", work.batch, "--seq-len", work.seq_len, "--micro-batch", micro_batch]
     said = argosy(
         "bench", work.preset, *shape, "--steps", steps, "--json", "train.deterministic=true", *work.keys, *more
     )
@@ -219,7 +218,10 @@ def main() -> None:
                 for who in options.only:
                     if WORKS[name].by(who):
                         row = "argosy" + "".join(f" {key}" for key in more) if who == "argosy" else who
-                        size = next((result.get("micro_batch") for result in found.values()), None)
+                        size = next(
+                            (result.get("micro_batch") for one, result in found.items() if one.startswith("argosy")),
+                            None,
+                        )
                         found[row] = _measure(name, who, Path(folder), options.steps, more, size)
                         print(f"{name} {row}: {found[row]}", file=sys.stderr, flush=True)
     finally:
@@ -236,6 +238,8 @@ def _measure(name: str, who: str, folder: Path, steps: int, more: list[str], mic
         if who == "argosy":
             return train(name, WORKS[name], folder, steps, more)
         if who == "floor":
+            if micro_batch is None:
+                return {"error": "there is no run of argosy before it, whose micro-batch it would have"}
             return floor(WORKS[name], max(8, steps // 4), more, micro_batch)
         asked = [key.partition("=")[2] for key in more if key.startswith("train.precision=")]
         return peer(who, name, max(8, steps // 2), asked[-1] if asked else "auto")

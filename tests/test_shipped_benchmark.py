@@ -181,3 +181,8 @@ def test_the_floor_is_that_of_the_same_step(
     rows = capsys.readouterr().out.splitlines()
     assert [row.split(" | ")[1] for row in rows[2:]] == ["argosy optim.lr=1e-4", "floor", "argosy optim.lr=1e-4"]
     assert "| bf16 | 4.0 ms | 4096.0K |" in rows[3]
+    # A peer's micro-batch is its own.
+    monkeypatch.setattr(shipped, "peer", lambda *_: dict(MEASURED) | {"micro_batch": 1})
+    assert _main(monkeypatch, "gpt2", "--only", "plain,floor") == 1
+    assert len(asked) == 1
+    assert "there is no run of argosy before it" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,7 +32,7 @@ from argosy.parallel.pipeline.stage_messages import Form, Mail
 from argosy.parallel.pipeline.stream_forms import StreamForms
 from argosy.parallel.shards import local
 from argosy.plan.hardware import parse_cluster
-from argosy.plan.measured_plan import RankPlan, Seconds, read_measured
+from argosy.plan.measured_plan import RankPlan, Seconds, read_measured, with_graphs
 from argosy.plan.time import step_time
 from argosy.train.optimizer import Optimizer
 from dist.pool import Pool
@@ -219,13 +220,58 @@ def test_the_time_of_a_device_is_told_by_phase() -> None:
 
 def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     elapsed, nothing = Seconds(1.0, 0.1), cast("Any", None)
-    steps = [RankStep(rank, 0, 1, elapsed, Seconds(busy, 0.1), nothing) for rank, busy in ((0, 1.0), (7, 0.5))]
+    steps = [RankStep(rank, 0, 1, elapsed, Seconds(busy, 0.1), nothing, False) for rank, busy in ((0, 1.0), (7, 0.5))]
     rows = [RankRow(step, elapsed, nothing, on_gpu=True) for step in steps]
     assert rows[0].waiting == 0
     assert rows[1].compute_error == pytest.approx(1.1 / 0.6 - 1)
     assert rehearsed_job._waits(rows[:1]) == []
     [line] = rehearsed_job._waits(rows)
     assert "45% of the step of rank 7" in line
+
+
+@pytest.mark.parametrize(
+    ("cluster", "can_capture", "asked", "replayed"),
+    [
+        ("8xp5.48xlarge", True, "auto", True), ("8xp5.48xlarge", False, "auto", False), ("64xg5.8xlarge", True, "auto", False),
+        ("64xg5.8xlarge", True, "on", True),
+    ],
+)  # fmt: skip
+def test_a_job_is_measured_and_planned_with_the_passes_that_it_would_run(
+    cluster: str, can_capture: bool, asked: str, replayed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the clock it would always be graphs: where collectives move nothing, sums of gradients after a replayed pass take no time."""
+    launches = {"on": 0.05, "off": 0.2}
+    memory: Any = SimpleNamespace(peak=1.0, as_dict=lambda: {"peak": 1.0})
+
+    def run(spec: RunSpec, ranks: list[int], *others: object) -> list[RankStep]:
+        assert spec.parallel.graph in launches
+        graph = spec.parallel.graph if can_capture else "off"
+        return [RankStep(0, 0, 1, Seconds(launches[graph], 0.01), None, memory, graph == "on")]
+
+    monkeypatch.setattr(rehearsed_job, "run_ranks", run)
+    keys = [
+        "model=gpt2-large",
+        "data.train=synthetic",
+        "data.seq_len=1024",
+        "train.global_batch=64",
+        "train.steps=9",
+        "optim.lr=1e-3",
+    ]
+    keys += ["parallel.dp_replicate=64", "parallel.micro_batch=1", "train.precision=bf16", f"parallel.graph={asked}"]
+    spec = resolve(None, keys).spec
+    job = rehearse_job(spec, 64, "0", steps=1, warmup=1, cluster=cluster, ignore_memory=True)
+    assert job.replayed == replayed
+    assert ("as CUDA graphs" in job.lines()[1]) == replayed
+    exposed = {graph: RankPlan.of(with_graphs(spec, graph), "bf16") for graph in (True, False)}
+    expected = exposed[replayed].step({0: Seconds(launches["on" if replayed else "off"], 0.01)}, parse_cluster(cluster))
+    assert job.step == expected
+    written = tmp_path / "job.json"
+    written.write_text(json.dumps(job.as_dict()))
+    assert read_measured(written, spec, parse_cluster(cluster)).step == expected
+    communication = [
+        exposed[graph].step({0: Seconds(0.1, 0.01)}, parse_cluster(cluster)).communication for graph in (True, False)
+    ]
+    assert communication[0] > communication[1]
 
 
 def test_one_rank_of_each_stage_of_a_job_and_the_step_that_follows(

@@ -20,6 +20,8 @@ from argosy.model.objective import Objective
 from argosy.model.ops import hopper
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import graph_refusal, parallelize
+from argosy.plan.advise import work_of
+from argosy.plan.own_layout import layout_of
 
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
 
@@ -178,14 +180,18 @@ sys.exit("torch._dynamo" in sys.modules)
         (["parallel.graph=on", "parallel.cp=2", "data.document_mask=true"], False),
         (["parallel.pp=2"], False),
         (["parallel.dp_shard=2"], False),
+        (["parallel.compile=block"], False),
+        (["parallel.dp_replicate=2", "model.dropout=0.1", "parallel.recompute=full"], False),
     ],
 )
 def test_passes_are_captured_where_a_replay_has_the_same_bits(
     keys: list[str], captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents do where Argosy's own kernels read them."""
+    """Documents do where Argosy's own kernels read them. The planner takes the same passes to be captured, but for those with documents."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
     needed = ["model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
-    refused = graph_refusal(resolve(None, [*needed, *keys]).spec, "bf16", torch.device("cuda"))
-    assert (refused is None) == captured
+    spec = resolve(None, [*needed, *keys]).spec
+    assert (graph_refusal(spec, "bf16", torch.device("cuda")) is None) == captured
+    planned = work_of(spec).replays(layout_of(spec.parallel))
+    assert planned == (captured and not spec.data.document_mask)

@@ -109,15 +109,19 @@ def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None
     assert str(fix).startswith("parallel.graph=auto, which allows dp_shard") == (graph == "on")
 
 
-@pytest.mark.parametrize("fixed", [{"pp": 2}, {"zero": 3}])
-def test_a_layout_that_graphs_rule_out_is_told_so(fixed: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("fixed", "is_cause"), [({"pp": 2}, True), ({"zero": 3}, True), ({"copies": 2}, True), ({"ep": 2}, False), ({"tp": 3}, False)]
+)  # fmt: skip
+def test_a_layout_that_only_graphs_rule_out_is_told_so(fixed: dict[str, object], is_cause: bool) -> None:
     known, cluster = calibration(), parse_cluster("8xH100")
     work = Work(resolve_model("gpt2-large"), 1024, 64, captured_only=True)
     answer = search(work, cluster, known.stacks["argosy"], known, fixed)
     assert not answer.best
     told = nothing_found(work, cluster, fixed, answer)
-    assert "cannot be captured, which parallel.graph=on requires" in told.cause
-    assert told.fix == "parallel.graph=auto"
+    assert ("cannot be captured, which parallel.graph=on requires" in told.cause) == is_cause
+    assert (told.fix == "parallel.graph=auto") == is_cause
+    free = search(replace(work, captured_only=False), cluster, known.stacks["argosy"], known, fixed)
+    assert bool(free.best) == is_cause
 
 
 def test_what_is_offered_can_be_written_in_a_run_spec() -> None:

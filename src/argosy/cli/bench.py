@@ -36,12 +36,12 @@ def bench(
         int | None, typer.Option(min=1, help="Steps to time; default: 10, or 3 with --world-size.")
     ] = None,
     warmup: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
-            help="Warmup steps before them; a launch-bound pass is captured as a CUDA graph in the third step, of several GPUs in the fourth.",
+            help="Warmup steps before them; default: 3, or 2 with --world-size. In the last of these a pass is captured as a CUDA graph, if it is.",
         ),
-    ] = 4,
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
     ] = None,
@@ -121,7 +121,8 @@ def bench(
             value=output,
             fix=f"add --calibrate, or write --json > {output}",
         )
-    steps = steps or (10 if world_size is None else 3)
+    timed, before = (10, 3) if world_size is None else (3, 2)
+    steps, warmup = steps or timed, warmup or before
     sizes = {"train.global_batch": batch, "parallel.micro_batch": micro_batch, "data.seq_len": seq_len}
     if model.endswith((".yaml", ".yml")) or Path(model).is_file():
         given = [*(overrides or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]

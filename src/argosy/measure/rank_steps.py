@@ -56,6 +56,8 @@ class RankStep:
     # In which the GPU computed: the rest of `compute` it waited for the host. None on a CPU.
     device: Seconds | None
     memory: Memory
+    # Whether its passes were CUDA graphs.
+    replayed: bool
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ def measure_on(spec: RunSpec, mesh: Mesh, effort: Effort, trace: Path | None = N
         compute=compute,
         device=_computed(computing.seconds, scale),
         memory=measure_memory(engine.model, optimizer, device, accumulated=engine.accumulates(len(batch.tokens))),
+        replayed=engine.uses_cuda_graph,
     )
 
 

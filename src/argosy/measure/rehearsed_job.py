@@ -16,7 +16,7 @@ from argosy.measure.rank_steps import RankStep, effort_of, ranks_asked, require_
 from argosy.parallel.precision import choose_precision
 from argosy.plan.auto import cluster_of
 from argosy.plan.hardware import Cluster, gpu_of_device, parse_cluster
-from argosy.plan.measured_plan import MeasuredStep, RankPlan, Seconds
+from argosy.plan.measured_plan import MeasuredStep, RankPlan, Seconds, with_graphs
 from argosy.plan.memory import StageMemory
 from argosy.plan.plan_report import duration
 from argosy.train.device import name_of, prepare_device
@@ -85,6 +85,7 @@ class RehearsedJob:
     micro_batches_run: int
     steps: int
     rows: tuple[RankRow, ...]
+    replayed: bool
     step: MeasuredStep | None
     # The GPU of the job's cluster, if it is another one than the device here.
     elsewhere: str | None = None
@@ -104,6 +105,7 @@ class RehearsedJob:
             "micro_batches": self.micro_batches,
             "micro_batches_run": self.micro_batches_run,
             "steps": self.steps,
+            "cuda_graphs": self.replayed,
             "ranks": [row.as_dict() for row in self.rows],
             "plan": None if self.step is None else self.step.as_dict(),
         }
@@ -114,8 +116,8 @@ class RehearsedJob:
         return [
             f"{spec.model.preset or spec.model.family}, {count_parameters(spec.model).total:,} parameters on "
             f"{spec.parallel.world_size:,} ranks: {describe_layout(spec.parallel)}",
-            f"measured on {self.device}, torch {torch.__version__}, {self.precision}: {passed}, the median of {self.steps} steps; collectives "
-            "move nothing",
+            f"measured on {self.device}, torch {torch.__version__}, {self.precision}: {passed}{', as CUDA graphs' if self.replayed else ''}, the "
+            f"median of {self.steps} steps; collectives move nothing",
             "",
             *_table(self.rows),
             *_waits(self.rows),
@@ -159,7 +161,12 @@ def rehearse_job(
     nodes = job_cluster(spec, cluster, name)
     if not ignore_memory:
         require_room(spec, plan, ranks, device)
+    if world_size > 1 and spec.parallel.graph == "auto":
+        # Here the clock would tell of sums of gradients that take no time.
+        spec = with_graphs(spec, nodes is not None and plan.replays(nodes))
     measured = run_ranks(spec, ranks, effort, device, trace)
+    replayed = all(one.replayed for one in measured)
+    plan = RankPlan.of(with_graphs(spec, replayed), precision)
     gpu = None if name is None else gpu_of_device(name)
     here = None if gpu is None else parse_cluster(f"{world_size}x{gpu.name}")
     rows = tuple(
@@ -179,6 +186,7 @@ def rehearse_job(
         micro_batches_run=effort.micro_batches,
         steps=steps,
         rows=rows,
+        replayed=replayed,
         step=None if nodes is None else plan.step({one.stage: one.compute for one in measured}, nodes),
         elsewhere=None if nodes is None or nodes.gpu == gpu else nodes.gpu.name,
     )

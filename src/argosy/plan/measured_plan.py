@@ -24,6 +24,7 @@ from argosy.errors import ArgosyError
 from argosy.plan.advise import STACK, work_of
 from argosy.plan.calibration import Calibration, Stack, calibration
 from argosy.plan.hardware import Cluster
+from argosy.plan.layer import replays
 from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import StageMemory, stage_memory
 from argosy.plan.own_layout import layout_of
@@ -81,6 +82,12 @@ class MeasuredStep:
         }
 
 
+def with_graphs(spec: RunSpec, are_used: bool) -> RunSpec:
+    """Return the spec of a run whose passes are CUDA graphs, or are not, whatever the clock says."""
+    graph = "on" if are_used else "off"
+    return spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"graph": graph})})
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """The planner's view of a run with its own layout, rank by rank. A `stage` is the place of a rank in its pipeline."""
@@ -110,14 +117,15 @@ class RankPlan:
         passes = self.micro_batches * alone.compute(stage, launches=launches)
         return Seconds(passes, self._once(cluster, alone, alone=True)[1])
 
+    def replays(self, cluster: Cluster) -> bool:
+        """Return whether passes would run as CUDA graphs on a cluster. Its ranks choose by the clock."""
+        return replays(as_run(self.work, self.layout, cluster, self.stack, self.known), self.layout, self.stack)
+
     def _once(self, cluster: Cluster, micro: MicroBatchTime, *, alone: bool = False) -> tuple[float, float]:
-        return once_a_step(self._as_run(cluster), self.layout, cluster, self.stack, self.known, micro, alone=alone)
+        return once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro, alone=alone)
 
     def _micro_batch(self, cluster: Cluster, *, alone: bool = False) -> MicroBatchTime:
-        return micro_batch_time(self._as_run(cluster), self.layout, cluster, self.stack, self.known, alone=alone)
-
-    def _as_run(self, cluster: Cluster) -> Work:
-        return as_run(self.work, self.layout, cluster, self.stack, self.known)
+        return micro_batch_time(self.work, self.layout, cluster, self.stack, self.known, alone=alone)
 
     def step(self, measured: Mapping[int, Seconds], cluster: Cluster) -> MeasuredStep:
         """Return the step that follows from the compute measured on one rank of some of the stages."""
@@ -173,6 +181,9 @@ def read_measured(path: Path, spec: RunSpec, cluster: Cluster, *, has_open_micro
         memory = {stage: float(row["memory_gib"]["peak"]) for stage, row in stages.items()}
         run = {key: found[key] for key in ("parameters", "layout", "global_batch", "seq_len", "micro_batches")}
         precision, device = str(found["precision"]), str(found["device"])
+        # Files of earlier versions do not say it.
+        if "cuda_graphs" in found:
+            spec = with_graphs(spec, bool(found["cuda_graphs"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(path, f"it is no output of `argosy bench --world-size N --json` ({error!r})") from None
     share = spec.train.global_batch // spec.parallel.data_parallel

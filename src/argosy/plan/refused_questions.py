@@ -11,7 +11,7 @@ from argosy.errors import ArgosyError
 from argosy.plan.hardware import GIB, Cluster
 from argosy.plan.layout_rules import violations
 from argosy.plan.layouts import Layout, Work
-from argosy.plan.search import Found
+from argosy.plan.search import UNCAPTURABLE, Found
 
 # The share of GPU memory that weights, gradients and optimiser state of a fully sharded model may take.
 FOR_STATE = 0.8
@@ -66,19 +66,15 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
     why, fix = "they do not divide", "choose a batch that is a multiple of the number of GPUs"
     tried = Layout(**fixed) if fixed else Layout(dp=cluster.gpus)  # type: ignore[arg-type]
     unaligned = work.fp8_refusal(tried, has_open_micro_batch="micro_batch" not in fixed)
-    if unaligned is not None:
+    if found.left_out[UNCAPTURABLE]:
+        why, fix = "its passes cannot be captured, which parallel.graph=on requires", "parallel.graph=auto"
+    elif unaligned is not None:
         why, fix = unaligned
     elif fixed:
         fix = "fix other values, or fewer"
         # An open micro-batch is one that the rules allow.
         tried = replace(tried, micro_batch=fixed.get("micro_batch", work.micro_batch_multiple(tried.cp)))  # type: ignore[arg-type]
         why = next(violations(work, tried, tried.gpus), f"no layout of {cluster.gpus} GPUs has these values")
-        spread = replace(tried, dp=max(1, cluster.gpus // (tried.tp * tried.pp * tried.cp)))
-        if work.captured_only and not work.can_capture(spread):
-            why, fix = (
-                "passes of such a layout cannot be captured, which parallel.graph=on requires",
-                "parallel.graph=auto",
-            )
     return ArgosyError(
         "plan.no-layout",
         f"no layout of {cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''} can run {work.model.preset or work.model.family} with global_batch "

@@ -35,6 +35,8 @@ MOST_TOKENS = 131_072
 EQUAL = 1.01
 # The share of GPU memory up to which a larger micro-batch costs nothing.
 ROOMY = 0.5
+# Why a layout is left out that follows all rules, and would be considered without `parallel.graph=on`.
+UNCAPTURABLE = "cannot be captured as CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ def search(
         if reason is not None:
             left_out["do not divide"] += 1
             continue
+        if work.captured_only and not work.can_capture(layout):
+            left_out[UNCAPTURABLE] += 1
+            continue
         need = _need(work, layout, stack, known)
         if need > MARGIN * cluster.gpu.memory:
             left_out["do not fit"] += 1
@@ -136,10 +141,7 @@ def _recomputing(
         if others in hopeless and work.micro_batches(layout) > 1:
             continue
         for kind in kinds:
-            recomputing = layout if kind == "none" else replace(layout, recompute=kind)
-            if work.captured_only and not work.can_capture(recomputing):
-                continue
-            yield recomputing
+            yield layout if kind == "none" else replace(layout, recompute=kind)
             if len(fitting) > found:
                 break
         else:
