@@ -21,6 +21,8 @@ from argosy.parallel.shards import local, spread_like
 
 # Bytes. The last bucket of a step has nothing to overlap with, so that a small model has smaller buckets: about `_BUCKETS`.
 _LARGEST_BUCKET, _SMALLEST_BUCKET, _BUCKETS = 64 * 2**20, 2**20, 16
+# Buckets that are summed in place at a time: the next is put together while one is summed.
+_IN_FLIGHT = 2
 # Bytes. Gradients in a bucket begin at multiples of it, for kernels that load several elements at once.
 _ALIGNMENT = 16
 
@@ -74,7 +76,7 @@ class GradientSums:
         """Sum what was not summed yet, and make the device wait for all sums of the step. The host waits for gloo only.
 
         Args:
-            in_place: sum one bucket at a time, and copy it to where its gradients are. A CUDA graph keeps their memory, which would not be
+            in_place: sum few buckets at a time, and copy them to where their gradients are. A CUDA graph keeps their memory, which would not be
                 free if the sums became the gradients.
         """
         self._in_place = in_place
@@ -116,15 +118,16 @@ class GradientSums:
                     parameter.grad = spread_like(part, gradient)
             self._sums.append(_Sum(work, flat, copies))
             if self._in_place:
-                self._settle()
+                self._settle(_IN_FLIGHT - 1)
 
-    def _settle(self) -> None:
-        """Make the device wait for the sums that were launched, and copy them to the gradients that have another dtype or place."""
-        for work, _, copies in self._sums:
+    def _settle(self, most: int = 0) -> None:
+        """Make the device wait for all but so many of the sums that were launched, and copy them to the gradients that have another dtype or
+        place."""
+        while len(self._sums) > most:
+            work, _, copies = self._sums.pop(0)
             work.wait()
             if copies:
                 copy_(*map(list, zip(*copies, strict=True)))
-        self._sums = []
 
 
 def _flattened(gradients: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
