@@ -73,7 +73,7 @@ def initial_weights(
     A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on how many threads there are.
 
     Args:
-        span_of: returns which numbers of a parameter this rank needs. Others may be missing: they are any numbers.
+        span_of: returns which numbers of a parameter this rank needs. The others need not be drawn, and their memory not written.
     """
     parameters = dict(model.named_parameters())
     # What is drawn for each, and which rows of it.
