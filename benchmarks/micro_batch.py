@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from argosy.config.batches import divisors
 from argosy.config.default_micro_batch import with_micro_batch
@@ -26,6 +25,7 @@ from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.measure.device_clock import DeviceClock
+from argosy.model.build import fill_like_initial
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.plan.auto import cluster_of, settle_micro_batch
@@ -78,8 +78,9 @@ def step_ms(spec: RunSpec, device: torch.device, steps: int) -> float | None:
     """Return the median step of a run in milliseconds; None if it does not fit."""
     try:
         engine = parallelize(spec, Mesh(device))
-        for parameter in engine.model.parameters():
-            nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else nn.init.ones_(parameter)
+        with torch.no_grad():
+            for name, parameter in engine.model.named_parameters():
+                fill_like_initial(name, parameter, spec.model)
         optimizer = Optimizer(engine.model, spec.optim)
         batch, clock = engine.place(synthetic_batch(spec)), DeviceClock(device)
         for number in range(1, WARMUP + steps + 1):

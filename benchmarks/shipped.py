@@ -214,15 +214,13 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name in options.works or [name for name in WORKS if name != "smoke"]:
-                found = results.setdefault(name, {})
+                found, size = results.setdefault(name, {}), None
                 for who in options.only:
                     if WORKS[name].by(who):
                         row = "argosy" + "".join(f" {key}" for key in more) if who == "argosy" else who
-                        size = next(
-                            (result.get("micro_batch") for one, result in found.items() if one.startswith("argosy")),
-                            None,
-                        )
                         found[row] = _measure(name, who, Path(folder), options.steps, more, size)
+                        if who == "argosy":
+                            size = found[row].get("micro_batch")
                         print(f"{name} {row}: {found[row]}", file=sys.stderr, flush=True)
     finally:
         show(results)

@@ -39,7 +39,7 @@ def bench(
         int | None,
         typer.Option(
             min=1,
-            help="Warmup steps before them; default: 3, or 2 with --world-size. In the last of these a pass is captured as a CUDA graph, if it is.",
+            help="Warmup steps before them; default: 3, or 2 with --world-size. A pass that runs as a CUDA graph is captured in the last of them.",
         ),
     ] = None,
     trace: Annotated[

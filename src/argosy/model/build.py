@@ -45,7 +45,7 @@ def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Modul
     return model
 
 
-# Numbers that are drawn with one seed, about. A larger parameter has a seed for each block of rows, so that threads can share it.
+# About how many numbers are drawn with one seed. A larger parameter has a seed for each block of rows, so that threads can share it.
 _BLOCK = 2**20
 # Numbers drawn ahead, at most: 4 GB.
 _MOST_AHEAD = 2**30

@@ -1,8 +1,8 @@
 """Whether CUDA graphs make the steps of several ranks shorter: by the clock.
 
 A launched pass sums gradients over replicas beside itself, a replayed one after itself. So where the network is slow, graphs can take more
-time than the host needs to launch a pass, though it is the host that limits launched passes. A step of each kind is timed, with its
-sums, and the slower kind is given up. Both have the same bits.
+time than the host needs to launch a pass, though it is the host that limits launched passes. Steps of each kind are timed, with their
+sums, and graphs are given up if theirs are slower. Both have the same bits.
 """
 
 from __future__ import annotations
