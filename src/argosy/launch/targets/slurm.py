@@ -199,7 +199,9 @@ def _step(placed: Placement, step: str, stage: Stage) -> list[str]:
         f'if [ "$code" -eq {EXIT_RESUMABLE} ]; then interrupted=1; fi',
         f'if [ "$code" -ne 0 ] && [ "$code" -ne {EXIT_REFUSED} ] &&',
         f'   {{ {{ [ -n "$interrupted" ]{again}; }} || [ "$restarts" -lt {placed.cluster.restarts} ]; }}; then',
-        '  scontrol requeue "$job" && echo "exit code $code after $restarts restarts: back into the queue"',
+        "  # Slurm ends this script when it queues the job again, and says itself why if it does not.",
+        '  echo "exit code $code after $restarts restarts: back into the queue"',
+        '  scontrol requeue "$job" || true',
         "fi",
         'exit "$code"',
     ]
