@@ -48,6 +48,8 @@ class _GatedProducts(Products):
 
         gate, up, *_, kind = factors
         Products.keep(ctx, x, (gate, up))
+        # Or autograd would fill zeros for the activation's gradient, which nothing reads.
+        ctx.set_materialize_grads(False)
         found = gated_products(x.flatten(0, -2), gate, up, kind)
         ctx.mark_non_differentiable(found[-1])
         return found
