@@ -13,7 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from argosy.compat import accumulate_in
 from argosy.compat.absent_peers import fake_ranks
+from argosy.config.resolve import resolve_model
+from argosy.model.build import build_model, initialise
 from argosy.model.layers import Linear
+from argosy.model.objective import Objective
+from argosy.model.ops import matmul
+from argosy.model.ops.choice import kernels
 from argosy.model.ops.fp8 import fp8_matmuls
 from argosy.model.ops.grouped import grouped_linear
 from argosy.model.ops.matmul import matmuls, separable, weights_later
@@ -26,6 +31,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grouped": lambda x, weight: grouped_linear(x, weight, torch.tensor([TOKENS], dtype=torch.int32)),
 }
 MICRO_BATCHES = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def required(tensor: Tensor | None) -> Tensor:
@@ -157,3 +163,41 @@ def test_a_shard_of_a_parameter_has_the_sum_of_a_plain_one(deferred: bool, watch
         assert set(computed) == {None}
         # Once a pass, whether its gradients are deferred or not.
         assert len(seen) == (MICRO_BATCHES if watched else 0)
+
+
+def small_model(preset: str) -> tuple[nn.Module, Tensor]:
+    """A tiny model in bf16 whose gradients are summed in 32 bits, and tokens."""
+    sizes = ["layers=1", "hidden=32", "heads=2", "head_dim=16", "ffn=48", "vocab_size=97", "max_seq_len=24"]
+    few = {"llama3-1b": ["kv_heads=1"], "mixtral-8x7b": ["kv_heads=1", "moe.experts=4", "moe.ffn=40"]}
+    spec = resolve_model(preset, sizes + few.get(preset, []))
+    model = build_model(spec, DEVICE)
+    initialise(model, spec, seed=1)
+    return model.bfloat16(), torch.randint(0, 97, (2, 1, 6), device=DEVICE)
+
+
+def summed_gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    for batch in tokens:
+        with kernels(True):
+            loss = model(batch, batch.flip(1), Objective())
+        loss.total.backward()
+    return {name: required(parameter.grad).float() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "mixtral-8x7b"])
+def test_kernels_add_the_gradients_of_a_model_up_in_32_bits(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "split_of", lambda *_: 2)
+    model, tokens = small_model(preset)
+    rounded = [summed_gradients(model, batch[None]) for batch in tokens]
+    model.zero_grad()
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        accumulate_in(parameter, torch.float32)
+        found = dtypes.setdefault(name, set())
+        parameter.register_hook(lambda gradient, found=found: None if gradient is None else found.add(gradient.dtype))
+    for name, total in summed_gradients(model, tokens).items():
+        expected = torch.stack([each[name] for each in rounded]).sum(0)
+        assert float((total - expected).norm()) <= 1e-2 * float(expected.norm()), name
+        assert not torch.equal(total, total.bfloat16().float()), name
+    # No kernel rounds what is summed, and autograd converts nothing.
+    assert all(found <= {torch.float32} for found in dtypes.values()), dtypes

@@ -168,6 +168,11 @@ def is_summed_wide(parameter: torch.Tensor) -> bool:
     return parameter.is_leaf and parameter.dtype != parameter.grad_dtype == torch.float32
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the type in which the gradients of a parameter accumulate. A gradient that has it already is not converted."""
+    return torch.float32 if is_summed_wide(parameter) else parameter.dtype
+
+
 def fused_adamw_(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],

@@ -13,16 +13,18 @@ are zeros that the softmax does not count, and their gradients are zeros too. Pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from argosy.compat import add_product, require_all
+from argosy.compat import add_product, gradient_dtype, require_all
 from argosy.config.fp8_rules import FP8_ALIGNMENT
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.matmul import added
 
 # The approximate size of a chunk's logits.
 CHUNK_BYTES = 1 << 30
@@ -108,17 +110,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             found = _head_loss(hidden, weight, bias, labels, wants, form)
         ctx.save_for_backward(found.d_hidden, found.d_weight, found.d_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
+        # The weight itself, to whose gradient this one may be added.
+        ctx.weight, ctx.dtypes = weight, (hidden.dtype, weight.dtype if bias is None else gradient_dtype(bias))
         ctx.mark_non_differentiable(found.cross_entropy)
         return found.total, found.cross_entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = [
-            None if t is None else scaled(t, gradients[0], dtype)
-            for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return (*found, None, None)
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        factor = gradients[0]
+        if d_weight is not None:
+            d_weight = added(ctx.weight, partial(_weight_gradient, d_weight, factor, ctx.weight.dtype))
+        d_hidden, d_bias = (
+            None if t is None else scaled(t, factor, dtype)
+            for t, dtype in zip((d_hidden, d_bias), ctx.dtypes, strict=True)
+        )
+        return d_hidden, d_weight, d_bias, None, None
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _LinearCrossEntropy.apply
@@ -169,13 +176,20 @@ def padded(tensor: Tensor, multiple: int) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
 
 
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return tensor x factor, converted to `dtype`."""
-    if use_kernel(tensor):
+def _weight_gradient(
+    found: Tensor, factor: Tensor, dtype: torch.dtype, total: Tensor | None = None, *, wide: bool = False
+) -> Tensor:
+    """Return found x factor as a `GradientOf` does."""
+    return scaled(found, factor, torch.float32 if wide else dtype, total)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    """Return tensor x factor, converted to `dtype`; or added in place to a total of 32 bits, if there is one."""
+    if use_kernel(tensor) and (total is None or total.is_contiguous()):
         from argosy.model.ops.kernels.cross_entropy_kernel import scaled as fused
 
-        return fused(tensor, factor, dtype)
-    return (tensor * factor).to(dtype)
+        return fused(tensor, factor, dtype, total)
+    return (tensor * factor).to(dtype) if total is None else total.add_(tensor * factor)
 
 
 def chunk_rows(rows: int, row_bytes: int) -> int:

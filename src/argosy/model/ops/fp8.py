@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from argosy.compat import scaled_mm
+from argosy.compat import gradient_dtype, scaled_mm
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.largest import ask_update, noted, noted_weights
 from argosy.model.ops.matmul import now_or_later
@@ -134,7 +134,7 @@ class _Fp8Products(torch.autograd.Function):
             saved += [w8.transposed, w8.scale]
         ctx.save_for_backward(*saved)
         ctx.weights = weights
-        ctx.form = (x.shape, [None if bias is None else bias.dtype for bias in biases])
+        ctx.form = (x.shape, [None if bias is None else gradient_dtype(bias) for bias in biases])
         return tuple(found)
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.compat import scaled_mm
+from argosy.compat import gradient_dtype, scaled_mm
 from argosy.model.ops.fp8 import FORWARD, quantise, quantise_weights, scaled_product
 from argosy.model.ops.largest import want
 from argosy.model.ops.matmul import now_or_later
@@ -33,7 +33,7 @@ class Fp8Heads(torch.autograd.Function):
         qkv = scaled_mm(x8.values, w8.values.t(), x8.scale, w8.scale, x.dtype, bias=bias, fast=True)
         ctx.save_for_backward(x8.transposed, x8.scale, w8.transposed, w8.scale)
         ctx.weight = weight
-        ctx.form = (x.shape, x.dtype, rope, group, None if bias is None else bias.dtype)
+        ctx.form = (x.shape, x.dtype, rope, group, None if bias is None else gradient_dtype(bias))
         q, k, v = split(qkv.unflatten(0, x.shape[:-1]), rope, group, head_dim)
         want(q)
         return q, k, v

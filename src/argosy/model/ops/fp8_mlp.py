@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.compat import scaled_mm
+from argosy.compat import gradient_dtype, scaled_mm
 from argosy.model.ops.activation import INNER
 from argosy.model.ops.fp8 import FORWARD, GRADIENT, once, quantise, quantise_weights, scaled_product
 from argosy.model.ops.matmul import now_or_later
@@ -57,7 +57,7 @@ class _Fp8MLP(torch.autograd.Function):
             once(lambda: column_norms(down), down, what="norms"), largest,
         )  # fmt: skip
         ctx.inner, ctx.down = inner, down
-        ctx.form = (x.shape, kind, None if bias is None else bias.dtype)
+        ctx.form = (x.shape, kind, None if biases[0] is None else gradient_dtype(biases[0]))
         return out.view(x.shape)
 
     @staticmethod

@@ -116,26 +116,24 @@ class GradientOf(Protocol):
 
 def product(d_y: Tensor, x: Tensor, total: Tensor | None = None, *, wide: bool = False) -> Tensor:
     """Return d_y^T x as a `GradientOf` does, for d_y [tokens, out] and x [tokens, in]."""
-    if (total is None and not wide) or split_of(d_y.shape[1], x.shape[1], len(x), processors(x.device)) > 1:
-        return summed(weight_gradient(d_y, x), total, wide=wide)
-    return add_product(total, d_y.t(), x)
+    split = split_of(d_y.shape[1], x.shape[1], len(x), processors(x.device))
+    if split == 1:
+        return d_y.t() @ x if total is None and not wide else add_product(total, d_y.t(), x)
+    from argosy.model.ops.kernels.matmul_kernel import sum_parts
+
+    parts = torch.bmm(d_y.unflatten(0, (split, -1)).transpose(1, 2), x.unflatten(0, (split, -1)))
+    return sum_parts(parts, total, wide=wide)
 
 
 def summed(gradient: Tensor, total: Tensor | None = None, *, wide: bool = False) -> Tensor:
     """Return a gradient as a `GradientOf` does."""
-    if total is not None:
+    if total is None:
+        return gradient.float() if wide else gradient
+    if not (use_kernel(total) and gradient.is_contiguous() and total.is_contiguous()):
         return total.add_(gradient)
-    return gradient.float() if wide else gradient
-
-
-def weight_gradient(d_y: Tensor, x: Tensor) -> Tensor:
-    """Return d_y^T x, for d_y [tokens, out] and x [tokens, in]."""
-    split = split_of(d_y.shape[1], x.shape[1], len(x), processors(x.device))
-    if split == 1:
-        return d_y.t() @ x
     from argosy.model.ops.kernels.matmul_kernel import sum_parts
 
-    return sum_parts(torch.bmm(d_y.unflatten(0, (split, -1)).transpose(1, 2), x.unflatten(0, (split, -1))))
+    return sum_parts(gradient[None], total)
 
 
 @cache
@@ -184,7 +182,7 @@ class Later:
     @torch.no_grad()
     def run(self) -> None:
         for weight, gradient in self._work:
-            found = _added(weight, gradient)
+            found = added(weight, gradient)
             if found is not None:
                 torch.autograd.backward(weight, found)
         self._work = []
@@ -224,7 +222,7 @@ def now_or_later(weight: Tensor, gradient: GradientOf) -> Tensor | None:
     """Return a weight's gradient for autograd, or None if it is deferred or was added to the sum. Called in the backward pass of a
     matmul."""
     if _later is None:
-        return _added(weight, gradient)
+        return added(weight, gradient)
     _later.put(weight, gradient)
     return None
 
@@ -233,7 +231,7 @@ def now_or_later(weight: Tensor, gradient: GradientOf) -> Tensor | None:
 SUM = "_argosy_sum"
 
 
-def _added(weight: Tensor, gradient: GradientOf) -> Tensor | None:
+def added(weight: Tensor, gradient: GradientOf) -> Tensor | None:
     """Add a gradient to the sum that its weight has. Return it if autograd has to do that.
 
     Hooks that run after accumulation (`register_post_accumulate_grad_hook`) run all the same: after the weight's last use in the pass."""

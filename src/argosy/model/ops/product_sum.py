@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argosy.compat import gradient_dtype
 from argosy.model.ops.beside import fits, is_loadable, may_serve
 from argosy.model.ops.matmul import Products
 from argosy.model.ops.token_sums import want_sums
@@ -40,7 +41,7 @@ class _ProductSum(Products):
         weight, _, stream, bias = factors
         x = x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
         Products.keep(ctx, x, (weight,))
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = None if bias is None else gradient_dtype(bias)
         out = add_product(stream.flatten(0, -2), x.flatten(0, -2), weight, bias).view(stream.shape)
         if ctx.needs_input_grad[4]:
             want_sums(out, out.shape[-1])

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.compat import gradient_dtype
 from argosy.model.ops.kernels.row_sums_kernel import sum_rows
 
 # The size of a tile.
@@ -109,22 +110,23 @@ class Activate(torch.autograd.Function):
             y, bias, out, rows, width, kind, bias is not None, _ROWS, _COLS, num_warps=4
         )
         ctx.save_for_backward(y, bias)
-        ctx.kind = kind
+        ctx.form = (kind, None if bias is None else gradient_dtype(bias))
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         y, bias = ctx.saved_tensors
+        kind, bias_dtype = ctx.form
         width = y.shape[-1]
         rows = y.numel() // width
         chunks = triton.cdiv(rows, _ROWS * _TILES_DOWN)
         d_y = torch.empty_like(y)
         partial = torch.empty((chunks, width), dtype=torch.float32, device=y.device) if bias is not None else None
         _backward[(triton.cdiv(width, _COLS), chunks)](
-            gradients[0].contiguous(), y, bias, d_y, partial, rows, width, ctx.kind, bias is not None, _ROWS, _COLS,
+            gradients[0].contiguous(), y, bias, d_y, partial, rows, width, kind, bias is not None, _ROWS, _COLS,
             _TILES_DOWN, num_warps=4,
         )  # fmt: skip
-        return d_y, None if partial is None or bias is None else sum_rows(partial, bias.dtype), None
+        return d_y, None if partial is None else sum_rows(partial, bias_dtype), None
 
 
 @triton.jit

@@ -185,15 +185,18 @@ def joined_losses_(
 
 
 @triton.jit
-def _scale(source, factor, target, count, B: tl.constexpr):
+def _scale(source, factor, target, count, ADDS: tl.constexpr, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < count
     value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    if ADDS:
+        value += tl.load(target + at, mask=inside, other=0.0)
     tl.store(target + at, value.to(target.dtype.element_ty), mask=inside)
 
 
-def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
     """Return what `argosy.model.ops.cross_entropy.scaled` returns, computed by one kernel."""
-    result = torch.empty_like(tensor, dtype=dtype)
-    _scale[(triton.cdiv(tensor.numel(), 2048),)](tensor, factor, result, tensor.numel(), 2048, num_warps=4)
+    result = torch.empty_like(tensor, dtype=dtype) if total is None else total
+    adds, block = total is not None, 2048
+    _scale[(triton.cdiv(tensor.numel(), block),)](tensor, factor, result, tensor.numel(), adds, block, num_warps=4)
     return result

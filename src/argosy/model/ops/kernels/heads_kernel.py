@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.compat import gradient_dtype
 from argosy.model.ops.fp8 import GRADIENT, Quantised
 from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
@@ -274,7 +275,7 @@ class SplitHeads(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        ctx.form = (rope, group, None if bias is None else bias.dtype)
+        ctx.form = (rope, group, None if bias is None else gradient_dtype(bias))
         q, k, v = split(qkv, rope, group, head_dim)
         if ctx.needs_input_grad[1] and rope is None:
             want_sums(q, qkv.shape[-1])

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.compat import gradient_dtype
 from argosy.model.ops.kernels.row_sums_kernel import bias_gradient, sum_rows
 from argosy.model.ops.largest import SLOTS, note
 from argosy.model.ops.token_sums import note_sums, want_sums, wants_sums
@@ -150,7 +151,7 @@ class AddNorm(torch.autograd.Function):
         )  # fmt: skip
         note(out, found)
         ctx.save_for_backward(total, weight, statistics)
-        dtypes = (None if bias is None else bias.dtype, None if y_bias is None else y_bias.dtype)
+        dtypes = [None if t is None else gradient_dtype(t) for t in (weight, bias, y_bias)]
         ctx.form = (rms, measured, *dtypes, y is not None, summed)
         ctx.set_materialize_grads(False)
         return total, out
@@ -159,7 +160,7 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_total, d_out = gradients
         total, weight, statistics = ctx.saved_tensors
-        rms, measured, bias_dtype, y_bias_dtype, has_y, summed = ctx.form
+        rms, measured, dtype, bias_dtype, y_bias_dtype, has_y, summed = ctx.form
         # Nothing reads the norm.
         if d_out is None:
             return d_total, d_total if has_y else None, None, None, None, None, None, None
@@ -183,13 +184,13 @@ class AddNorm(torch.autograd.Function):
             measured, block, _STAGES, num_warps=warps,
         )  # fmt: skip
         note(d_x, found)
-        dtypes = [weight.dtype, *(dtype for dtype in (bias_dtype, y_bias_dtype) if dtype is not None)]
-        sums = sum_rows(partial, weight.dtype if len(set(dtypes)) == 1 else torch.float32)
+        dtypes = {dtype, bias_dtype, y_bias_dtype} - {None}
+        sums = sum_rows(partial, dtype if len(dtypes) == 1 else torch.float32)
         d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
         d_y_bias = None if y_bias_dtype is None else sums[-1].to(y_bias_dtype)
         if summed and y_bias_dtype is None:
             note_sums(d_x, sums[-1])
-        return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None, None
+        return d_x, d_x if has_y else None, d_y_bias, sums[0].to(dtype), d_bias, None, None, None
 
 
 @triton.jit
@@ -215,7 +216,7 @@ class Add(torch.autograd.Function):
         rows = x.numel() // width
         out = torch.empty_like(x)
         _add[(triton.cdiv(width, 256) * triton.cdiv(rows, 16),)](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
-        ctx.bias_dtype = y_bias.dtype
+        ctx.bias_dtype = gradient_dtype(y_bias)
         if ctx.needs_input_grad[2]:
             want_sums(out, width)
         return out
