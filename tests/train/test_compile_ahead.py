@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,35 +37,66 @@ def spec_of(*keys: str) -> RunSpec:
     return resolve(None, [*NEEDED, *keys]).spec
 
 
-# Takes the steps of each case, and prints which kernels they launch. The interpreter, which other tests use, would run them.
+# Takes the steps of each case, and prints which kernels they launch, and what the second step fills and copies by operations of torch's.
+# The interpreter, which other tests use, would run the kernels.
 STEPS = """
 import contextlib, json, sys
 from unittest.mock import patch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 from argosy.config.resolve import resolve
-from argosy.model.ops import beside, choice, hopper
+from argosy.model.ops import beside, choice, cross_entropy, hopper, matmul
 from argosy.train import compile_ahead
 
 hopper._TRITON = "3.7.1"
+# A matmul of a GPU writes 32 bits, or adds to them.
+matmul.add_product = cross_entropy.add_product = lambda total, a, b: (
+    a.new_empty(len(a), b.shape[1], dtype=torch.float32) if total is None else total
+)
+take_step = compile_ahead.take_step
+moving = {"zeros", "zeros_like", "new_zeros", "zero_", "fill_", "clone", "copy_", "_to_copy"}
+
+class Moved(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        name = operation.overloadpacket.__name__
+        if name in moving and result.numel() >= 2**20:
+            moved.append([name, [*result.shape]])
+        return result
+
+def watched(*arguments, step, **options):
+    with Moved() if step == 2 else contextlib.nullcontext():
+        return take_step(*arguments, step=step, **options)
+
 found = []
 for keys, capability, processors, precision in json.load(sys.stdin):
-    names = set()
+    names, moved = set(), []
     def launch(kernel, *arguments, grid, warmup, **options):
         names.add(kernel.fn.__name__)
     nothing = lambda capability, threads: contextlib.nullcontext()
-    with patch.object(JITFunction, "run", launch), patch.object(compile_ahead, "compiling_only", nothing):
+    with (
+        patch.object(JITFunction, "run", launch), patch.object(compile_ahead, "compiling_only", nothing),
+        patch.object(compile_ahead, "take_step", watched),
+    ):
         gpu = choice.Gpu(tuple(capability), processors)
         beside._runs_on.cache_clear(), beside.fits.cache_clear()
         compile_ahead.compile_kernels(compile_ahead.twin_of(resolve(None, keys).spec), precision, gpu, 1)
     assert not choice._on_meta
-    found.append(sorted(names))
+    found.append([sorted(names), moved])
 print(json.dumps(found))
 """
 
 
+class Steps(NamedTuple):
+    """The kernels that a case launches, and the large tensors that its second step fills or copies: by which operation, and their shapes."""
+
+    kernels: set[str]
+    moved: list[list[Any]]
+
+
 @pytest.fixture(scope="module")
-def launched() -> list[set[str]]:
-    """The kernels that each case launches."""
+def launched() -> list[Steps]:
     cases = [([*NEEDED, *keys], *gpu, precision) for keys, gpu, precision, *_ in LAUNCHED]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "ARGOSY_KERNELS")
@@ -74,7 +105,7 @@ def launched() -> list[set[str]]:
         [sys.executable, "-c", STEPS], input=json.dumps(cases), capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
-    return [set(names) for names in json.loads(done.stdout)]
+    return [Steps(set(names), moved) for names, moved in json.loads(done.stdout)]
 
 
 LAUNCHED = [
@@ -106,10 +137,18 @@ LAUNCHED = [
 
 
 @pytest.mark.parametrize("case", range(len(LAUNCHED)), ids=[case[0][0].removeprefix("model=") for case in LAUNCHED])
-def test_two_steps_on_the_meta_device_launch_what_a_gpu_of_that_kind_would(case: int, launched: list[set[str]]) -> None:
+def test_two_steps_on_the_meta_device_launch_what_a_gpu_of_that_kind_would(case: int, launched: list[Steps]) -> None:
     *_, among, without = LAUNCHED[case]
-    assert among <= launched[case]
-    assert not without & launched[case]
+    assert among <= launched[case].kernels
+    assert not without & launched[case].kernels
+
+
+def test_a_step_fills_no_matrix_but_the_gradient_of_its_table(launched: list[Steps]) -> None:
+    """autograd fills one for an output of a function that nothing differentiates, and converts each gradient to the type of its sum."""
+    summed, once = launched[0].moved, launched[1].moved
+    assert once == [["zeros", [128_256, 2048]]]
+    # The rows that pad the vocabulary. Micro-batches add to the table's gradient.
+    assert summed == []
 
 
 TINY = [
