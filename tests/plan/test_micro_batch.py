@@ -19,8 +19,29 @@ from argosy.train import run
 from argosy.train.run import TrainOptions, settle, train
 
 KEYS = ["data.train=corpus", "train.steps=10", "optim.lr=1e-4"]
-# Measured on an H200 by micro-batch, in ms: gpt2 with 64 samples of 1,024 tokens and 50,304 rows.
-GPT2 = {16: 131, 64: 119}
+# Works, and their steps in ms by micro-batch on an H200: with its memory, and with that of an 80 GB GPU (`benchmarks/micro_batch.py`).
+WORKS: list[tuple[list[str], dict[str, dict[int, float]]]] = [
+    (
+        ["model=gpt2", "train.global_batch=64"],
+        {"1xH200": {64: 103.0, 32: 106.8, 16: 114.5}, "1xH100": {64: 103.7, 32: 106.3}},
+    ),
+    (
+        ["model=gpt2-large", "train.global_batch=32"],
+        {"1xH200": {32: 301.5, 16: 314.4, 8: 342.5}, "1xH100": {32: 298.1, 16: 312.8, 8: 342.4}},
+    ),
+    (
+        ["model=llama3-1b", "train.global_batch=4", "data.seq_len=8192"],
+        {"1xH200": {4: 524.0, 2: 534.4, 1: 543.7}, "1xH100": {4: 522.6, 2: 531.6, 1: 547.9}},
+    ),
+    (
+        ["model=llama3-8b", "model.layers=8", "train.global_batch=2", "data.seq_len=8192"],
+        {"1xH200": {2: 427.3, 1: 441.1}, "1xH100": {2: 425.7, 1: 442.8}},
+    ),
+    (
+        ["model=moe-3.5b-a1.1b", "train.global_batch=8", "data.seq_len=4096"],
+        {"1xH200": {8: 472.0, 4: 502.3, 2: 537.5}, "1xH100": {2: 543.7, 1: 630.3}},
+    ),
+]  # fmt: skip
 
 
 def chosen(cluster: str | None, *keys: str, kept: int | None = None) -> tuple[int, str]:
@@ -59,15 +80,14 @@ def test_the_choice_is_as_fast_as_the_best_by_hand_and_fits(model: str, cluster:
         assert per_sample[found.layout.micro_batch] <= 1.03 * min(per_sample.values())
 
 
-def test_presets_as_shipped_take_the_size_that_measured_best() -> None:
-    gpt2 = ["model=gpt2", "train.global_batch=64"]
-    assert chosen("1xH200", *gpt2) == (min(GPT2, key=lambda size: GPT2[size]), ORIGIN)
-    assert chosen("1xH100", *gpt2)[0] == 64
-    assert chosen("1xH200", "model=gpt2-large", "train.global_batch=32")[0] == 32
-    llama = ["model=llama3-1b", "train.global_batch=4", "data.seq_len=8192"]
-    assert chosen("1xH200", *llama)[0] == 4
-    wide = ["model=llama3-8b", "model.layers=8", "train.global_batch=2", "data.seq_len=8192"]
-    assert chosen("1xH200", *wide)[0] == chosen("1xH100", *wide)[0] == 2
+@pytest.mark.parametrize("cluster", ["1xH200", "1xH100"])
+@pytest.mark.parametrize(("keys", "ms"), WORKS, ids=[keys[0].removeprefix("model=") for keys, _ in WORKS])
+def test_presets_as_shipped_take_a_size_that_measured_within_3_percent_of_the_best(
+    keys: list[str], ms: dict[str, dict[int, float]], cluster: str
+) -> None:
+    size, origin = chosen(cluster, *keys)
+    assert ms[cluster][size] <= 1.03 * min(ms[cluster].values())
+    assert origin == ORIGIN
 
 
 def test_a_smaller_one_that_leaves_memory_free_is_chosen_if_it_is_planned_as_fast() -> None:
@@ -168,18 +188,19 @@ def test_a_layout_that_no_run_can_have_is_refused_and_not_timed() -> None:
 
 
 def test_rows_of_one_mesh_are_the_chosen_size_and_the_others_by_time() -> None:
-    nothing = dict.fromkeys(("seq_len", "tokens", "precision", "what_if", "price", "hardware"))
-    advice = answer(Question.read("gpt2", [], cluster="1xL4", global_batch=512, **nothing), top=8)  # type: ignore[arg-type]
+    nothing = dict.fromkeys(("tokens", "precision", "what_if", "price", "hardware"))
+    question = Question.read("llama3-1b", [], cluster="1xH100", global_batch=64, seq_len=8192, **nothing)  # type: ignore[arg-type]
+    advice = answer(question, top=3)
     lines = advice.lines()
     heading = next(number for number, line in enumerate(lines) if "tok/s/GPU" in line)
-    first, second, *rest = [line.split() for line in lines[heading + 1 : heading + 9]]
+    first, second, *rest = [line.split() for line in lines[heading + 1 : heading + 4]]
     # The second row is faster by less than 1%, and needs more memory.
-    assert (first[1], second[1]) == ("micro_batch=16", "micro_batch=32")
+    assert (first[1], second[1]) == ("micro_batch=2", "micro_batch=4")
     seconds = [float(cells[cells.index("s") - 1]) for cells in (second, *rest)]
     assert seconds == sorted(seconds)
     assert seconds[0] < float(first[2])
     [why, *others] = advice.lost()
-    assert why.startswith("micro_batch=32: as fast within 1%, needs ")
+    assert why.startswith("micro_batch=4: as fast within 1%, needs ")
     assert why.endswith(" GiB more memory")
     assert all(": +" in other for other in others)
 

@@ -44,6 +44,7 @@ class Stack(Section):
     loss: float
     accumulated: float = 0.0
     sums_in_matmul: bool = False
+    part: float = 0.0
     copied: float = 0.0
     ends: bool = False
     chunked_loss: bool = False
@@ -104,6 +105,7 @@ class Calibration(Section):
             pieces=gpu.peak() * 1e12 * min(attention, self.constants["attention.pieces"] * min(1.0, 2 / width)),
             memory=gpu.bandwidth * 1e9 * self._share("memory", gpu),
             passes=self.constants["passes.fused" if stack.fused else "passes.eager"],
+            part=stack.part,
         )
 
     def _share(self, kind: str, gpu: Gpu, pace: float = 1.0) -> float:

@@ -31,7 +31,8 @@ class Rates:
 
     `product` is FLOP/s of large 16-bit matmuls, and `narrow` of matmuls with inputs of 8 bits or fewer (`product` if the GPU has
     none). `attention` is FLOP/s of attention, `pieces` of attention of pieces of the queries, and `memory` bytes/s. `passes` is the
-    bytes that element-wise kernels move, relative to the minimum with everything fused.
+    bytes that element-wise kernels move, relative to the minimum with everything fused. `part` is the bytes moved for an element of each
+    part of a matmul with split-K.
     """
 
     sms: int
@@ -41,18 +42,18 @@ class Rates:
     pieces: float
     memory: float
     passes: float = 1.0
+    part: float = 0.0
 
 
 @lru_cache(maxsize=100_000)
-def efficiency(rows: int, columns: int, inner: int, sms: int, groups: int = 1) -> float:
-    """Return the share of the multiprocessors' time that a GEMM uses for its result, after tile and wave quantisation."""
+def efficiency(rows: int, columns: int, inner: int, sms: int, groups: int = 1, parts: int = 1) -> float:
+    """Return the share of the multiprocessors' time that a GEMM in so many parts uses for its result, after tile and wave quantisation."""
     best = 0.0
     for tile_rows, tile_columns, quality in TILES:
         tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
         wanted = quality * groups * rows * columns / (sms * tile_rows * tile_columns)
-        for parts in SPLITS if inner >= SPLITS[-1] * LEAST_PART else (1,):
-            filled = wanted * parts / ceil(parts * tiles / sms)
-            best = max(best, filled * inner / (inner + parts * START_UP))
+        filled = wanted * parts / ceil(parts * tiles / sms)
+        best = max(best, filled * inner / (inner + parts * START_UP))
     return best
 
 
@@ -75,9 +76,15 @@ def product(
     """
     r, c, k = max(1, round(rows)), max(1, round(columns)), max(1, round(inner))
     rate = rates.narrow if narrow else rates.product
-    flops = 2.0 * groups * r * c * k / (rate * efficiency(r, c, k, rates.sms, groups))
     moved = groups * (2.0 * (r * k + k * c) + written * r * c) / rates.memory
-    return max(flops, moved)
+
+    def seconds(parts: int) -> float:
+        flops = 2.0 * groups * r * c * k / (rate * efficiency(r, c, k, rates.sms, groups, parts))
+        # A kernel of its own sums the parts. Matmuls of 8-bit inputs have none.
+        after = groups * parts * rates.part * r * c / rates.memory if parts > 1 and not narrow else 0.0
+        return max(flops, moved) + after
+
+    return min(map(seconds, SPLITS if k >= SPLITS[-1] * LEAST_PART else (1,)))
 
 
 def linear(
