@@ -128,6 +128,7 @@ def main() -> None:
     device = prepare_device(resolved(WORKS[names[0]], keys).spec.train)
     like = parse_cluster(f"1x{options.like}") if options.like else None
     if like is not None and device.type == "cuda":
+        device = torch.device(device.type, torch.cuda.current_device())
         whole = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, like.gpu.memory / whole), device)
     print("| work | chosen | micro-batch: step in ms | slower than the fastest |\n| --- | --- | --- | --- |")
