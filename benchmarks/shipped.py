@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -129,6 +130,8 @@ def train(name: str, work: Work, folder: Path, steps: int, more: list[str]) -> d
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     first = next((event["time"] for event in events if event["event"] == "memory"), rows[0]["time"])
     resolved = json.loads((run / "resolved.json").read_text())
+    # The checkpoints of all works together may not fit on the disk.
+    shutil.rmtree(run / "checkpoints")
     return {
         "step_s": statistics.median(row["step_s"] for row in late),
         "mfu": late[-1].get("mfu"),
