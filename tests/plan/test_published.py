@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from benchmarks.planner import accuracy, machines, rows
+from benchmarks.planner import accuracy, machines, own, rows
 
+from argosy.plan.advise import work_of
 from argosy.plan.calibration import calibration
 
 MEASUREMENTS = Path(rows.__file__).parent
@@ -39,6 +40,26 @@ def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_f
     for row in read:
         assert accuracy.seconds(row, known) == pytest.approx(row.step_s, rel=0.10), row.id
         assert accuracy.gibibytes(row, known) == pytest.approx(row.memory, rel=0.05), row.id
+
+
+def test_our_own_rows_are_timed_again_with_runs_of_their_shape() -> None:
+    read, _ = rows.read_rows(own.OWN)
+    with own.OWN.open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    for row, given in zip(read, cells, strict=True):
+        spec = own.spec_of(given)
+        work = work_of(spec)
+        assert (work.seq_len, work.global_batch, work.precision) == (
+            row.work.seq_len,
+            row.work.global_batch,
+            row.work.precision,
+        )
+        # A row says nothing of the layers' parts.
+        assert work.sizes.hidden == row.work.sizes.hidden
+        assert work.sizes.layers == row.work.sizes.layers
+        assert spec.parallel.recompute == row.layout.recompute
+        assert spec.parallel.micro_batch == row.layout.micro_batch
+        assert (spec.parallel.graph == "off") == (not row.stack.replays)
 
 
 def test_rows_the_constants_never_saw_are_predicted_nearly_as_well() -> None:
