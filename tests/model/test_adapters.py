@@ -62,7 +62,8 @@ def test_a_run_trains_adapters_beside_the_model_it_starts_from(
     stored = checkpoint.weights()
     for name in stored.infos:
         if not is_adapter(name):
-            assert torch.equal(stored[name], before.read(name)), name
+            # In 16-bit training, frozen weights have 16 bits.
+            assert torch.equal(stored[name], before.read(name).to(stored[name].dtype)), name
     assert all(is_adapter(name) for name in checkpoint.optimizer().infos)
     assert float(stored["layers.1.mlp.down.lora_b"].abs().max()) > 0
     # Resumed, the bits are the same.
