@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -82,6 +83,11 @@ def test_a_fresh_t5_guesses_evenly_with_a_head_of_its_own_or_without(preset: str
 BLOCK = 512
 
 
+def all_at_once(drawn: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return all values, each of which lasts until the next."""
+    return {name: value.clone() for name, value in drawn}
+
+
 @pytest.mark.parametrize("preset", ["gpt2", "t5-small"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_blocks_of_a_parameter_are_drawn_by_any_number_of_threads(
@@ -95,7 +101,7 @@ def test_the_blocks_of_a_parameter_are_drawn_by_any_number_of_threads(
     shape = dict(model.named_parameters())[name].shape
     in_one = initial_value(name, shape, spec, seed=1).flatten()
     monkeypatch.setattr(build, "_BLOCK", BLOCK)
-    found = dict(initial_weights(model, spec, 1))
+    found = all_at_once(initial_weights(model, spec, 1))
     for parameter, value in model.named_parameters():
         assert torch.equal(found[parameter], initial_value(parameter, value.shape, spec, seed=1))
     blocks = found[name].flatten().split(BLOCK)
@@ -137,9 +143,10 @@ def test_a_rank_draws_only_the_blocks_in_which_it_has_numbers(
             drawn.append(rows.storage_offset() // 64)
         draw(rows, *more)
 
-    whole = dict(initial_weights(model, spec, 1))
+    whole = all_at_once(initial_weights(model, spec, 1))
+    monkeypatch.setattr(build, "_memory", lambda spare, numbers, **how: torch.empty(numbers))
     monkeypatch.setattr(build, "_draw", noted)
-    found = dict(initial_weights(model, spec, 1, lambda p: span if len(p) == 500 else range(p.numel())))
+    found = all_at_once(initial_weights(model, spec, 1, lambda p: span if len(p) == 500 else range(p.numel())))
     assert sorted(drawn) == firsts
     for name, value in found.items():
         part = slice(span.start, span.stop) if len(value) == 500 else slice(None)
@@ -168,3 +175,34 @@ def test_what_is_drawn_ahead_is_bounded_also_where_a_rank_keeps_little_of_each_p
     monkeypatch.setattr(build, "_MOST_AHEAD", 20_000)
     next(initial_weights(build_model(spec), spec, 1, lambda parameter: range(1)))
     assert 10_000 < sum(drawn) <= 20_000
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_values_are_drawn_into_the_memory_of_earlier_ones(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a rank that keeps a third of each parameter, into that of values of the same size only, and of no size that is past."""
+    spec = resolve_model("gpt2", [*SIZES, "layers=12"])
+    model = build_model(spec)
+    monkeypatch.setattr(build, "_BLOCK", BLOCK)
+    monkeypatch.setattr(build, "_MOST_AHEAD", 40_000)
+    parts = {p.numel(): range(p.numel() // kept) for p in model.parameters()}
+    whole = all_at_once(initial_weights(model, spec, 1))
+    memory, new = build._memory, list[int]()
+
+    def noted(spare: list[torch.Tensor], numbers: int, **how: bool) -> torch.Tensor:
+        before = [id(one) for one in spare]
+        found = memory(spare, numbers, **how)
+        assert len(found) >= numbers
+        assert len(found) == numbers or how["whole"]
+        if id(found) not in before:
+            assert not spare
+            new.append(numbers)
+        return found
+
+    monkeypatch.setattr(build, "_memory", noted)
+    for name, value in initial_weights(model, spec, 1, lambda p: parts[p.numel()]):
+        part = parts[value.numel()]
+        assert torch.equal(value.flatten()[part.start : part.stop], whole[name].flatten()[part.start : part.stop])
+        value.fill_(float("nan"))  # whoever reads it later would notice
+    assert new[0] == 500 * 64
+    assert all(new.count(numbers) * numbers <= 40_000 * kept for numbers in new)
+    assert sum(new) < sum(p.numel() for p in model.parameters()) * 0.55

@@ -47,8 +47,8 @@ def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Modul
 
 # About how many numbers are drawn with one seed. A larger parameter has a seed for each block of rows, so that threads can share it.
 _BLOCK = 2**20
-# Numbers drawn ahead, at most: 4 GB.
-_MOST_AHEAD = 2**30
+# Numbers drawn ahead, at most: 512 MB.
+_MOST_AHEAD = 2**27
 # The projections that write into the residual stream start smaller, so that the stream's variance does not grow with depth.
 _INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
 
@@ -70,7 +70,8 @@ def initial_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter's name and initial value, the largest first.
 
-    A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on how many threads there are.
+    A core draws about 50 million numbers a second, so threads draw ahead. The values do not depend on how many threads there are. A value
+    lasts until the next is asked for: later ones are drawn into its memory, as the first write to new memory can take longer than the draw.
 
     Args:
         span_of: returns which numbers of a parameter this rank needs. The others need not be drawn, and their memory not written.
@@ -84,19 +85,36 @@ def initial_weights(
         rows[name] = _rows_of(span_of(parameter) if whole is parameter else _all_of(whole), whole.shape)
     size = {name: (rows[name].stop - rows[name].start) * _columns(parameters[drawn[name]].shape) for name in parameters}
     waiting = sorted(parameters, key=size.__getitem__)
-    begun: deque[tuple[str, Future[Tensor]]] = deque()
+    begun: deque[tuple[str, Tensor, Future[Tensor]]] = deque()
+    spare: list[Tensor] = []
     threads, ranks, ahead = min(16, torch.get_num_threads()), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0
     with ThreadPoolExecutor(threads) as pool:
         while waiting or begun:
             while waiting and (not begun or ahead + size[waiting[-1]] <= _MOST_AHEAD // ranks):
                 name = waiting.pop()
                 ahead += size[name]
-                value = torch.empty(parameters[drawn[name]].shape)
+                shape = parameters[drawn[name]].shape
+                memory = _memory(spare, shape.numel(), whole=size[name] == shape.numel())
+                value = memory[: shape.numel()].view(shape)
                 blocks = [pool.submit(draw) for draw in _draws(value, rows[name], drawn[name], spec, seed)]
-                begun.append((name, pool.submit(_finished, value, blocks, norms=drawn[name] != name)))
-            name, finished = begun.popleft()
+                begun.append((name, memory, pool.submit(_finished, value, blocks, norms=drawn[name] != name)))
+            name, memory, finished = begun.popleft()
             yield name, finished.result()
+            spare.append(memory)
             ahead -= size[name]
+
+
+def _memory(spare: list[Tensor], numbers: int, *, whole: bool) -> Tensor:
+    """Return memory of an earlier value, at least as large, or new memory.
+
+    A value that is not drawn as a whole gets that of one of its size: in another, its rows may lie where nothing has been written yet.
+    Values become smaller, so what has no use now never has.
+    """
+    for place, memory in enumerate(spare):
+        if len(memory) == numbers or (whole and len(memory) > numbers):
+            return spare.pop(place)
+    spare.clear()
+    return torch.empty(numbers)
 
 
 def _finished(value: Tensor, blocks: list[Future[Any]], *, norms: bool) -> Tensor:
