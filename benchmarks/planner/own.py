@@ -25,7 +25,7 @@ LAUNCHED = "kernels started one by one"
 def spec_of(cells: dict[str, str]) -> RunSpec:
     """Return the run that a row was measured with."""
     keys = {
-        "model.preset": cells["model"], "model.vocab_size": cells["vocab"], "data.seq_len": cells["seq_len"],
+        "model.preset": cells["model"], "model.vocab_size": cells["vocab"], "model.layers": cells["layers"], "data.seq_len": cells["seq_len"],
         "train.global_batch": cells["global_batch"], "parallel.micro_batch": cells["micro_batch"],
         "parallel.recompute": cells["recompute"], "train.precision": cells["precision"],
         "parallel.graph": "off" if LAUNCHED in cells["notes"] else "auto",

@@ -32,13 +32,13 @@ def test_published_rows_are_predicted_as_well_as_is_promised() -> None:
     assert len(wrong) <= 2
 
 
-def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_five() -> None:
+def test_our_own_engine_is_predicted_within_eight_per_cent_and_its_memory_within_five() -> None:
     read, refused = rows.read_rows(MEASUREMENTS / "own.csv")
-    assert len(read) >= 29
+    assert len(read) >= 32
     assert not refused
     known = calibration()
     for row in read:
-        assert accuracy.seconds(row, known) == pytest.approx(row.step_s, rel=0.10), row.id
+        assert accuracy.seconds(row, known) == pytest.approx(row.step_s, rel=0.08), row.id
         assert accuracy.gibibytes(row, known) == pytest.approx(row.memory, rel=0.05), row.id
 
 

@@ -136,6 +136,13 @@ def test_terms_sum_to_the_step() -> None:
     assert sum(step.terms.values()) == pytest.approx(step.total)
 
 
+def test_only_a_stack_that_prepares_steps_ahead_takes_no_time_outside_the_layers() -> None:
+    work = Work(resolve_model("gpt2"), 1024, 64)
+    ours, others = (time_of(work, Layout(micro_batch=64), "1xH200", stack) for stack in ("argosy", "fsdp-compiled"))
+    assert ours.terms["outside"] == 0
+    assert others.terms["outside"] == calibration().constants["step"]
+
+
 def test_one_micro_batch_in_two_stages_idles_half_the_step() -> None:
     work = Work(resolve_model("gpt2-large"), 1024, 64)
     assert time_of(work, Layout(pp=2, micro_batch=64), "2xH200").bubble == pytest.approx(0.5, abs=0.05)

@@ -47,6 +47,7 @@ class Stack(Section):
     part: float = 0.0
     copied: float = 0.0
     ends: bool = False
+    ahead: bool = False
     chunked_loss: bool = False
     narrow_inputs: bool = False
     narrow_head: bool = False
@@ -122,6 +123,10 @@ class Calibration(Section):
     def hidden(self, stack: Stack, what: str) -> float:
         """Return the share of a communication that overlaps with computation."""
         return self.constants["overlap"] if what in stack.overlaps else 0.0
+
+    def outside(self, stack: Stack) -> float:
+        """Return the seconds of a step outside the layers."""
+        return 0.0 if stack.ahead else self.constants["step"]
 
     def links(self, cluster: Cluster) -> Links:
         values = self.constants

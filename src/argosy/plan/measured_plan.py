@@ -141,7 +141,7 @@ class RankPlan:
         gradients, updating = self._once(cluster, micro)
         update = max(seconds.update for seconds in measured.values())
         communication = m * added[slowest] + gradients + updating - self._once(cluster, alone, alone=True)[1]
-        bubble, outside = bubble_seconds(self.layout, m, busy), self.known.constants["step"]
+        bubble, outside = bubble_seconds(self.layout, m, busy), self.known.outside(self.stack)
         spent = passes[slowest] + communication + bubble + update + outside
         waiting = spent * self.known.constants["straggle"] * log2(max(1, cluster.nodes))
         return MeasuredStep(

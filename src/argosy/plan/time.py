@@ -169,7 +169,7 @@ def _step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known
     terms["pipeline"] += m * micro.hops
     terms["bubble"] = bubble_seconds(layout, m, micro.stages)
     terms["gradients"], terms["optimiser"] = once_a_step(work, layout, cluster, stack, known, micro)
-    terms["outside"] = known.constants["step"]
+    terms["outside"] = known.outside(stack)
     terms["data"] = max(0.0, READING * work.seq_len * work.global_batch / layout.dp - sum(terms.values()))
     busy = sum(terms.values())
     terms["waiting"] = busy * known.constants["straggle"] * log2(max(1, cluster.nodes))
