@@ -29,8 +29,9 @@ SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq
 EXPERTS = ["mlp_bias=false", "moe={experts: 4, top_k: 2, ffn: 24, router: sigmoid, bias_rate: 0.1, z_loss: 0.1}"]
 
 
-def _built(more: list[str], layout: dict[str, Any]) -> nn.Module:
+def _built(more: list[str], layout: dict[str, Any], precision: str = "auto") -> nn.Module:
     keys = [
+        f"train.precision={precision}",
         "model.preset=gpt2",
         *(f"model.{key}" for key in [*SIZES, *more]),
         "data.train=synthetic",
@@ -43,10 +44,10 @@ def _built(more: list[str], layout: dict[str, Any]) -> nn.Module:
 
 
 def _train(
-    layout: dict[str, Any], *, dropout: float, more: list[str] | None = None
+    layout: dict[str, Any], *, dropout: float, more: list[str] | None = None, precision: str = "auto"
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Losses and last gradients of three steps."""
-    model = _built([f"dropout={dropout}", *(more or [])], layout)
+    model = _built([f"dropout={dropout}", *(more or [])], layout, precision)
     results = []
     for step in range(3):
         torch.manual_seed(step)
@@ -143,6 +144,20 @@ def test_compiling_gives_the_same_numbers_from_one_graph_and_what_follows_the_lo
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (1 if whole else 3)
+
+
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_8_bit_matmuls_are_compiled_and_give_the_same_numbers(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their biases have gradients of 16 bits, and sums of 32."""
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected, _ = _train({}, dropout=0.0, precision="fp8")
+    found, _ = _train({"compile": scope}, dropout=0.0, precision="fp8")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_model_that_is_not_compiled_does_not_wait_for_the_compiler_to_load() -> None:

@@ -170,7 +170,9 @@ def is_summed_wide(parameter: torch.Tensor) -> bool:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the type in which the gradients of a parameter accumulate. A gradient that has it already is not converted."""
-    return torch.float32 if is_summed_wide(parameter) else parameter.dtype
+    # torch.compile cannot read a parameter's `grad_dtype`. A compiled pass leaves the conversion to autograd.
+    wide = not torch.compiler.is_compiling() and is_summed_wide(parameter)
+    return torch.float32 if wide else parameter.dtype
 
 
 def fused_adamw_(

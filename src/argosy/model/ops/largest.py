@@ -29,7 +29,8 @@ def note(x: Tensor, found: Tensor | None) -> None:
 def noted(x: Tensor) -> Tensor | None:
     """Return the largest magnitudes of parts of x, at most SLOTS, if its kernel found them and x has not been changed in place since."""
     found, version = getattr(x, "argosy_largest", (None, None))
-    return found if version == x._version else None
+    # torch.compile cannot read the version of a tensor that it makes itself. Of those nothing is noted.
+    return None if found is None or version != x._version else found
 
 
 def want(x: Tensor) -> None:
