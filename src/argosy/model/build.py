@@ -108,12 +108,10 @@ def _memory(spare: list[Tensor], numbers: int, *, whole: bool) -> Tensor:
     """Return memory of an earlier value, at least as large, or new memory.
 
     A value that is not drawn as a whole gets that of one of its size: in another, its rows may lie where nothing has been written yet.
-    Values become smaller, so what has no use now never has.
     """
     for place, memory in enumerate(spare):
         if len(memory) == numbers or (whole and len(memory) > numbers):
             return spare.pop(place)
-    spare.clear()
     return torch.empty(numbers)
 
 
