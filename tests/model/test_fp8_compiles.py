@@ -1,4 +1,4 @@
-"""The kernels that round to 8 bits compile for Hopper with the installed Triton, without a GPU."""
+"""The kernels that round to 8 bits, and those that sum, compile for Hopper with the installed Triton, without a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from argosy.model.ops.kernels import fp8_cross_entropy_kernel, fp8_kernel, fp8_mlp_kernel, heads_kernel
+from argosy.model.ops.kernels import fp8_cross_entropy_kernel, fp8_kernel, fp8_mlp_kernel, heads_kernel, matmul_kernel
 
 POINTERS = {
     **dict.fromkeys(["x", "y", "d_out", "d_q", "d_k", "d_v", "w", "logits"], "*bf16"), **dict.fromkeys(["values", "transposed"], "*fp8e5"),
-    **dict.fromkeys("parts found scale norms largest d_scale d_bias sums cos sin lses".split(), "*fp32"), "labels": "*i64",
+    **dict.fromkeys("parts found scale norms out largest d_scale d_bias sums cos sin lses".split(), "*fp32"), "labels": "*i64",
     **dict.fromkeys(["factor", "z_loss", "inverse"], "fp32"),
 }
 # Numbers that need not be multiples of 16.
@@ -53,6 +53,9 @@ for kind, gated in (("gelu_tanh", False), ("gelu", False), ("relu", False), ("si
     compiled(fp8_mlp_kernel._measure, R=8, C=256, **form)
     rounds(fp8_mlp_kernel._activate, PARTS=1024, QUADS=16, C=64 if gated else 128, **form)
     rounds(fp8_mlp_kernel._differentiate, SUMMED=not gated, **form, **tile)
+# Triton makes a constant of a size of one.
+for size in ({}, {"count": 1}):
+    compiled(matmul_kernel._sum, PARTS=2, ADDS=True, B=2048, **size)
 for gated in (False, True):
     compiled(fp8_mlp_kernel._bound, GATED=gated, PARTS=1024)
 for rope in (False, True):

@@ -201,3 +201,17 @@ def test_kernels_add_the_gradients_of_a_model_up_in_32_bits(preset: str, monkeyp
         assert not torch.equal(total, total.bfloat16().float()), name
     # No kernel rounds what is summed, and autograd converts nothing.
     assert all(found <= {torch.float32} for found in dtypes.values()), dtypes
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_sum_that_is_not_contiguous_is_left_to_autograd(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "split_of", lambda *_: 2)
+    weight = make_weight(operation).to(DEVICE).detach().requires_grad_()
+    accumulate_in(weight, torch.float32)
+    x = inputs()[0].detach().to(DEVICE)
+    with kernels(True), separable():
+        OPERATIONS[operation](x, weight).square().sum().backward()
+        expected = 2 * required(weight.grad)
+        weight.grad = required(weight.grad).mT.contiguous().mT
+        OPERATIONS[operation](x, weight).square().sum().backward()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))

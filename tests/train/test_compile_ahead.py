@@ -147,7 +147,7 @@ def test_a_step_fills_no_matrix_but_the_gradient_of_its_table(launched: list[Ste
     """autograd fills one for an output of a function that nothing differentiates, and converts each gradient to the type of its sum."""
     summed, once = launched[0].moved, launched[1].moved
     assert once == [["zeros", [128_256, 2048]]]
-    # The rows that pad the vocabulary. Micro-batches add to the table's gradient.
+    # Micro-batches add to the table's gradient.
     assert summed == []
 
 

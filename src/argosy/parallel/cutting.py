@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from argosy.compat import combined, is_summed_wide
+from argosy.compat import combined
 from argosy.errors import ArgosyError
-from argosy.model.ops.matmul import SUM, GradientOf, summed
+from argosy.model.ops.matmul import SUM, GradientOf, summed, takes_sums
 from argosy.model.sharding import LOCAL
 from argosy.parallel.shards import local, spread_like
 
@@ -76,12 +76,13 @@ class _Shard(torch.autograd.Function):
 
 def _add(parameter: DTensor, gradient: GradientOf) -> bool:
     """Add a gradient of this rank's shard to the sum that a parameter has in 32 bits. Return False if it has another."""
-    if not is_summed_wide(parameter):
+    total = None if parameter.grad is None else local(parameter.grad)
+    if not takes_sums(parameter, total):
         return False
-    if parameter.grad is None:
+    if total is None:
         parameter.grad = spread_like(gradient(wide=True), parameter)
     else:
-        gradient(local(parameter.grad))
+        gradient(total)
     return True
 
 

@@ -185,7 +185,7 @@ def _weight_gradient(
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
     """Return tensor x factor, converted to `dtype`; or added in place to a total of 32 bits, if there is one."""
-    if use_kernel(tensor) and (total is None or total.is_contiguous()):
+    if use_kernel(tensor) and tensor.is_contiguous():
         from argosy.model.ops.kernels.cross_entropy_kernel import scaled as fused
 
         return fused(tensor, factor, dtype, total)

@@ -109,7 +109,7 @@ class Products(torch.autograd.Function):
 
 
 class GradientOf(Protocol):
-    """Computes a gradient: of 32 bits if `wide`, and added to `total`, which has 32 bits, if there is one."""
+    """Computes a gradient: of 32 bits if `wide`, and added to `total`, which has 32 bits and is contiguous, if there is one."""
 
     def __call__(self, total: Tensor | None = None, *, wide: bool = False) -> Tensor: ...
 
@@ -129,7 +129,7 @@ def summed(gradient: Tensor, total: Tensor | None = None, *, wide: bool = False)
     """Return a gradient as a `GradientOf` does."""
     if total is None:
         return gradient.float() if wide else gradient
-    if not (use_kernel(total) and gradient.is_contiguous() and total.is_contiguous()):
+    if not (use_kernel(total) and gradient.is_contiguous()):
         return total.add_(gradient)
     from argosy.model.ops.kernels.matmul_kernel import sum_parts
 
@@ -227,6 +227,11 @@ def now_or_later(weight: Tensor, gradient: GradientOf) -> Tensor | None:
     return None
 
 
+def takes_sums(parameter: Tensor, total: Tensor | None) -> bool:
+    """Return whether a `GradientOf` may add to the sum of a parameter, of which this process has `total`."""
+    return is_summed_wide(parameter) and (total is None or total.is_contiguous())
+
+
 # The attribute of a tensor that is a part of a parameter: adds a gradient to the parameter's sum, or says that it cannot.
 SUM = "_argosy_sum"
 
@@ -240,7 +245,7 @@ def added(weight: Tensor, gradient: GradientOf) -> Tensor | None:
     elsewhere: Callable[[GradientOf], bool] | None = getattr(weight, SUM, None)
     if elsewhere is not None:
         return None if elsewhere(gradient) else gradient()
-    if not is_summed_wide(weight):
+    if not takes_sums(weight, weight.grad):
         return gradient()
     weight.grad = gradient(weight.grad, wide=True)
     return None

@@ -15,7 +15,7 @@ def _sum(parts, out, count, PARTS: tl.constexpr, ADDS: tl.constexpr, B: tl.const
     inside = at < count
     total = tl.zeros((B,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * count.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(parts + part * tl.cast(count, tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         total += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
