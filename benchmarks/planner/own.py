@@ -19,7 +19,7 @@ from argosy.config.schema import RunSpec
 from argosy.train.device import prepare_device
 
 OWN = Path(__file__).parent / "own.csv"
-LAUNCHED = "kernels started one by one"
+LAUNCHED, OWN_KERNELS = "kernels started one by one", "with Argosy's own kernels"
 
 
 def spec_of(cells: dict[str, str]) -> RunSpec:
@@ -55,7 +55,10 @@ def main() -> None:
         if ms is None:
             sys.exit(f"{cells['id']} does not fit")
         peak = torch.cuda.max_memory_allocated(device) / 2**30
-        table.writerow(cells | {"measured_step_s": f"{ms / 1000:.4f}", "measured_mem_gb": f"{peak:.1f}"})
+        notes = cells["notes"].removesuffix(f"; {OWN_KERNELS}") + f"; {OWN_KERNELS}"
+        table.writerow(
+            cells | {"measured_step_s": f"{ms / 1000:.4f}", "measured_mem_gb": f"{peak:.1f}", "notes": notes}
+        )
         sys.stdout.flush()
         gc.collect()
         torch.cuda.empty_cache()
