@@ -148,8 +148,7 @@ def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def set_deterministic(on: bool) -> None:
-    """Set deterministic algorithms like `torch.use_deterministic_algorithms`, without its import of the compiler, which takes
-    over a second."""
+    """Set deterministic algorithms as torch does, without importing its compiler, which takes over a second."""
     torch._C._set_deterministic_algorithms(on, warn_only=False)
 
 
