@@ -1,4 +1,4 @@
-"""A benchmark of checkpoint saves: how long training stalls, bytes written and write speed.
+"""A benchmark of checkpoints: how long a save stalls training, bytes written, write speed, and the time of a check and of a load.
 
     python benchmarks/checkpoint.py [--millions 1000] [--dir /tmp]
 
@@ -29,6 +29,8 @@ import torch.distributed.checkpoint as dcp
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress, verify
 from argosy.checkpoint.save import Snapshot, contents, write
 from argosy.checkpoint.save_plan import make_plan
+from argosy.checkpoint.store import load_into
+from argosy.checkpoint.stored import StoredTensors
 from argosy.parallel.host_group import ALONE
 
 Groups = dict[str, dict[str, torch.Tensor]]
@@ -86,6 +88,12 @@ def ours(groups: Groups, root: Path, snapshot: Snapshot) -> dict[str, float]:
     return {"stall_s": stall, "write_s": time.perf_counter() - started, "bytes": size_of(root)}
 
 
+def load(path: Path, groups: Groups) -> None:
+    """Fill the state again, from files that the check before has read."""
+    for group, tensors in groups.items():
+        load_into(StoredTensors(path, group), tensors, path)
+
+
 def turns(start: Callable[[], Callable[[], bool]]) -> float:
     """Return iterations per second of a pure-Python loop while background work runs. It is slow if that work holds the GIL."""
     going_on = start()
@@ -130,6 +138,7 @@ def measure(millions: int, directory: Path) -> dict[str, Any]:
         (directory / "dd").unlink()
         rounds.append(ours(groups, root, snapshot))
         found["verify_s"] = timed(lambda: verify(root / "step-00000001"))
+        found["load_s"] = timed(lambda: load(root / "step-00000001", groups))
         shutil.rmtree(root)
     found["argosy"] = {key: min(one[key] for one in rounds) for key in rounds[0]}
     plan = make_plan(groups, ALONE)

@@ -32,6 +32,8 @@ _BLOCK = 32 * 2**20  # bytes
 _SECTOR = 4096
 # 0 on systems without O_DIRECT.
 _DIRECT = getattr(os, "O_DIRECT", 0)
+# Threads of a rank that read files.
+READERS = min(4, os.cpu_count() or 1)
 
 
 class Written(NamedTuple):

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, ValidationError
 
-from argosy.checkpoint.disk import Written, hash_file, write_bytes
+from argosy.checkpoint.disk import READERS, Written, hash_file, write_bytes
 from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
 from argosy.errors import ArgosyError
 from argosy.files import mounts_of
@@ -40,7 +40,6 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 FORMAT, VERSION = "argosy-checkpoint", 3
 # Largest manifest.json and state.json. The guard's window in state.json takes a few kB.
 _LARGEST = 256 * MIB
-_THREADS = min(4, os.cpu_count() or 1)
 # The mark of a directory that is no checkpoint yet.
 INCOMPLETE = "incomplete"
 _STORES = ("blobfuse", "gcsfuse", "s3fs", "goofys", "mountpoint-s3", "rclone")
@@ -180,7 +179,7 @@ def _share(files: Mapping[str, Written], hosts: HostGroup) -> list[str]:
 
 
 def _check_hashes(checkpoint: Checkpoint, names: list[str]) -> None:
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(READERS) as threads:
         hashes = threads.map(lambda name: _hash(checkpoint.path / name, checkpoint.algorithm), names)
         for name, found in zip(names, hashes, strict=True):
             if found != (promised := checkpoint.files[name].digest):

@@ -13,12 +13,15 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import orjson
 import torch
 from torch import Tensor
 
+from argosy.checkpoint.disk import READERS
 from argosy.checkpoint.manifest import (
     INCOMPLETE,
     Checkpoint,
@@ -195,7 +198,6 @@ def _all_names(messages: list[bytes]) -> bytes:
     return orjson.dumps(sorted({name for message in messages for name in orjson.loads(message)}))
 
 
-@torch.no_grad()
 def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, hosts: HostGroup = ALONE) -> None:
     """Fill this rank's slices of the tensors. All ranks together must have exactly the stored names."""
     names: list[str] = orjson.loads(hosts.tell(hosts.merge(orjson.dumps(list(tensors)), _all_names)))
@@ -208,5 +210,14 @@ def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path,
                 f"{where}: {name} has shape {list(found)}, the model wants {list(wanted)}",
                 fix="check model and run name",
             )
-        for held in held_boxes(tensor):
-            held.of(tensor).copy_(stored.read_box(name, held.box))
+    with ThreadPoolExecutor(READERS) as readers:
+        # The list raises what a reader has raised.
+        list(readers.map(partial(_load, stored), tensors.items()))
+
+
+# A new thread has gradients on.
+@torch.no_grad()
+def _load(stored: StoredTensors, item: tuple[str, Tensor]) -> None:
+    name, tensor = item
+    for held in held_boxes(tensor):
+        held.of(tensor).copy_(stored.read_box(name, held.box))
