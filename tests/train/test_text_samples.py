@@ -13,11 +13,13 @@ from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
 from argosy.infer.generate import sample
+from argosy.model import decoding
 from argosy.model.decoding import Sampling
 from argosy.record.jsonl import read_jsonl
 from argosy.train.run import TrainOptions, train
 
 Write = Callable[..., Path]
+decoding_choose = decoding.choose  # a test puts another function in its place
 MOE = {
     "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 257, "dropout": 0.1,
     "moe": {"experts": 4, "top_k": 2, "ffn": 16, "bias_rate": 0.01},
@@ -47,6 +49,28 @@ def test_samples_change_no_bit_of_the_training_and_are_those_of_the_checkpoint(
     # The newest are what `argosy sample` writes with the last checkpoint.
     for line in lines[-2:]:
         assert line["text"] == sample(str(tmp_path / "runs" / "with"), line["prompt"], Sampling(5))
+
+
+def test_padding_of_the_vocabulary_is_never_drawn(
+    write_spec: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+
+    def choose(*arguments: Any) -> list[int]:
+        drawn.extend(tokens := decoding_choose(*arguments))
+        return tokens
+
+    monkeypatch.setattr(decoding, "choose", choose)
+    samples = PROMPTS | {"every": 9, "tokens": 40, "temperature": 1.0, "top_k": 0}
+    # The tokenizer is of bytes, with 257 ids. Rows beyond them have three quarters of an untrained model's probability.
+    go(
+        write_spec(model=MOE | {"vocab_size": 1003}, log={"every": 1, "samples": samples}, name="padded"),
+        "train.steps=5",
+    )
+    assert len(drawn) == 2 * 40
+    sample(str(tmp_path / "runs" / "padded"), "some words", Sampling(40, temperature=1.0, top_k=0))
+    assert len(drawn) > 2 * 40
+    assert max(drawn) < 257
 
 
 def test_a_model_that_cannot_continue_a_text_is_refused(write_spec: Write) -> None:

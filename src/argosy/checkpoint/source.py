@@ -100,6 +100,11 @@ class Source:
         run = self.run_spec()
         return _tokenizer_in(self.root, special_in_text=run is None or task_of(run).special_in_text)
 
+    def vocabulary(self, tokenizer: Tokenizer | None) -> int:
+        """Return the number of vocabulary rows without padding: those of the tokenizer, or of the model that the run started from."""
+        rows, known = self.model.vocab_size, max(self.vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
+        return known if tokenizer is not None and 0 < known < rows else rows
+
     def opening(self, tokenizer: Tokenizer) -> list[int]:
         """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""
         begins = self.token_ids.get("bos_token_id")
@@ -164,8 +169,17 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
 
 def inherited_start(root: Path) -> int | None:
     """Return the beginning-of-text token of the model that the run in `root` began from, or None."""
-    begins = ((stored_description(root).get("start") or {}).get("token_ids") or {}).get("bos_token_id")
+    begins = (_start_of(root).get("token_ids") or {}).get("bos_token_id")
     return begins if isinstance(begins, int) else None
+
+
+def inherited_vocabulary(root: Path) -> int:
+    """Return the number of vocabulary rows, without padding, of the model that the run in `root` began from; 0 without one."""
+    return int(_start_of(root).get("vocab_size", 0))
+
+
+def _start_of(root: Path) -> dict[str, Any]:
+    return stored_description(root).get("start") or {}
 
 
 def opens_with(root: Path, begins: int, tokenizer: Tokenizer) -> bool:

@@ -91,7 +91,7 @@ def text_model(loaded: Loaded) -> TextModel:
         tokenizer,
         loaded.device,
         limit=source.model.max_seq_len,
-        vocabulary=min(source.model.vocab_size, max(source.vocab_size, tokenizer.vocab_size)),
+        vocabulary=source.vocabulary(tokenizer),
         end=end,
         start=end if start is None else start,
         opening=source.opening(tokenizer),

@@ -121,7 +121,14 @@ def _go_on(
     )
     # FSDP needs the version counters of its parameters, which inference mode has not. `generate` computes no gradients.
     with torch.inference_mode(engine is None):
-        written = generate(texts, ids, options, stop=eod, all_finished=_alone if engine is None else _agreed)
+        written = generate(
+            texts,
+            ids,
+            options,
+            stop=eod,
+            vocabulary=loaded.source.vocabulary(tokenizer),
+            all_finished=_alone if engine is None else _agreed,
+        )
     return [tokenizer.decode(own + more) for own, more in zip(prompt_ids, written, strict=True)]
 
 

@@ -48,6 +48,7 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampl
     _require_room(loaded, len(ids))
     logits = loaded.model(torch.tensor([ids], device=loaded.device))[0].float().cpu()
     logits[:, [cls, sep, mask, pad]] = -torch.inf
+    logits = logits[:, : loaded.source.vocabulary(tokenizer)]
     masked = [at for at, id_ in enumerate(ids) if id_ == mask]
     generator = torch.Generator().manual_seed(options.derived_seed)
     for at, token in zip(masked, choose(logits[masked], options, [generator] * len(masked)), strict=True):
@@ -84,7 +85,7 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Samp
         logits: Tensor = loaded.model(source, decoder_tokens=shown)
         return logits[:, -1]
 
-    [written] = generate(next_logits, [[start]], options, stop=eos)
+    [written] = generate(next_logits, [[start]], options, stop=eos, vocabulary=loaded.source.vocabulary(tokenizer))
     return "".join(_named(written, tokenizer, sentinels))
 
 

@@ -42,6 +42,7 @@ def generate(
     options: Sampling,
     *,
     stop: int | None,
+    vocabulary: int | None = None,
     ends: Callable[[int, Sequence[int]], bool] = lambda row, written: False,
     seeds: Sequence[int] | None = None,
     all_finished: Callable[[bool], bool] = lambda finished: finished,
@@ -52,6 +53,7 @@ def generate(
 
     Args:
         stop: the token that ends a text. It is not part of the result.
+        vocabulary: the number of tokens. Later rows of the model's vocabulary are padding, which is never drawn. Default: all are tokens.
         ends: returns whether the tokens written so far end text `row`. All of them are part of the result.
         seeds: a seed for each text. Default: that of the options for all.
         all_finished: given whether this batch is finished, returns whether writing may stop. Called after every token.
@@ -62,7 +64,7 @@ def generate(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     unfinished = set(range(len(prompts)))
     for _ in range(options.tokens):
-        for row, token in enumerate(choose(next_logits(texts), options, generators)):
+        for row, token in enumerate(choose(next_logits(texts)[:, :vocabulary], options, generators)):
             # A finished text goes on, unread, until the whole batch is finished.
             texts[row].append(token)
             if row not in unfinished:

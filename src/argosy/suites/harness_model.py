@@ -288,10 +288,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         # Repeats of a request draw different texts.
         seeds = [derive_seed(options.seed, "sample", number) for number, _ in batch]
         written = generate(
-            lambda texts: self._share.run_pass(lambda: cached(texts)[:, : text.vocabulary]),
+            lambda texts: self._share.run_pass(lambda: cached(texts)),
             prompts,
             options,
             stop=text.end,
+            vocabulary=text.vocabulary,
             ends=lambda row, tokens: self._has_stop(tokens, settings),
             seeds=seeds,
             all_finished=self._share.all_finished,

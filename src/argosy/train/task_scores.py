@@ -24,7 +24,7 @@ from argosy.suites.harness_tasks import HarnessTasks, require_harness
 from argosy.tasks.task_registry import task_of
 from argosy.train.opening import Journal
 from argosy.train.session import Session
-from argosy.train.text_samples import text_start
+from argosy.train.text_samples import text_form
 
 KEY = "eval.tasks"
 _log = logging.getLogger(__name__)
@@ -47,23 +47,23 @@ class TaskEvaluation:
         directory = None if spec.dir is None else Path(spec.dir)
         configs = [harness_config(task) for task in spec.icl]
         self._tasks = HarnessTasks(spec.names, configs=configs, directory=directory, shots=spec.few_shot, key=KEY)
-        data, mesh = session.data, session.mesh
+        data = session.data
         tokenizer = data.require_tokenizer(KEY)
         end = tokenizer.eod_id if data.eod_id is None else data.eod_id
-        start, opening = text_start(mesh, journal.run, tokenizer)
+        form = text_form(session, journal.run, tokenizer)
         text = TextModel(
             session.engine.logits,
             tokenizer,
             session.device,
             limit=session.spec.data.seq_len,
-            vocabulary=min(session.spec.model.vocab_size, tokenizer.vocab_size),
+            vocabulary=form.vocabulary,
             end=end,
-            start=end if start is None else start,
-            opening=opening,
+            start=end if form.start is None else form.start,
+            opening=form.opening,
             beside=task_of(session.spec).prompt_inputs,
             takes_cache=session.engine.takes_cache,
         )
-        share = rank_share(session.engine.model, mesh, beat)
+        share = rank_share(session.engine.model, session.mesh, beat)
         self._model = HarnessModel(text, batch=spec.batch, share=share)
 
     def due(self, step: int) -> bool:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
-from argosy.checkpoint.source import inherited_start, opens_with
+from argosy.checkpoint.source import inherited_start, inherited_vocabulary, opens_with
 from argosy.config.watching import SamplesSpec
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
-from argosy.parallel.mesh import Mesh
 from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
@@ -25,17 +25,25 @@ from argosy.tasks.task_registry import task_of
 from argosy.train.session import Session
 
 
-def text_start(mesh: Mesh, run: RunDir, tokenizer: Tokenizer) -> tuple[int | None, list[int]]:
-    """Return the beginning-of-text token of the model that a run began from, and the tokens with which every text begins.
+class TextForm(NamedTuple):
+    """What texts are made of: the number of tokens, the beginning-of-text token if there is one, and the tokens that begin every text."""
 
-    The run is described on the first rank's file system.
-    """
+    vocabulary: int
+    start: int | None
+    opening: list[int]
+
+
+def text_form(session: Session, run: RunDir, tokenizer: Tokenizer) -> TextForm:
+    """Return the form that the model which a run began from gives its texts. The run is described on the first rank's file system."""
+    mesh = session.mesh
+    known = mesh.from_first(lambda: inherited_vocabulary(run.root))
+    vocabulary = min(session.spec.model.vocab_size, max(known, tokenizer.vocab_size))
     # -1: the run did not begin from a model with such a token.
     start = mesh.from_first(lambda: -1 if (begins := inherited_start(run.root)) is None else begins)
     if start < 0:
-        return None, []
+        return TextForm(vocabulary, None, [])
     opens = mesh.from_first(lambda: opens_with(run.root, start, tokenizer))
-    return start, [start] if opens else []
+    return TextForm(vocabulary, start, [start] if opens else [])
 
 
 class TextSamples:
@@ -48,7 +56,7 @@ class TextSamples:
         self._timer = session.timer(spec.every, clock)
         self._task, self._eod = task_of(session.spec), session.data.eod_id
         self._tokenizer = session.data.require_tokenizer("log.samples")
-        self._opening = text_start(session.mesh, run, self._tokenizer)[1]
+        self._form = text_form(session, run, self._tokenizer)
 
     def due(self, step: int) -> bool:
         return step == self._session.steps or self._timer.due(step)
@@ -72,7 +80,7 @@ class TextSamples:
         """Return each prompt and its continuation, up to the end of the document."""
         spec, session = self._spec, self._session
         prompts = [self._tokenizer.encode(prompt) for prompt in spec.prompts]
-        ids = [self._opening + prompt or [self._eod or 0] for prompt in prompts]
+        ids = [self._form.opening + prompt or [self._eod or 0] for prompt in prompts]
         texts = CachedTexts(
             session.engine.logits,
             limit=session.spec.data.seq_len,
@@ -85,7 +93,8 @@ class TextSamples:
         eager = session.spec.parallel.compile != "off"
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             # No stop token: the number of passes must not depend on what a rank has drawn.
-            written = generate(texts, ids, Sampling(spec.tokens, spec.temperature, spec.top_k), stop=None)
+            options = Sampling(spec.tokens, spec.temperature, spec.top_k)
+            written = generate(texts, ids, options, stop=None, vocabulary=self._form.vocabulary)
         ends = [row.index(self._eod) if self._eod in row else None for row in written]
         rows = zip(prompts, written, ends, strict=True)
         return [self._tokenizer.decode(prompt + row[:end]) for prompt, row, end in rows]

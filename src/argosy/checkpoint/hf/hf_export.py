@@ -207,14 +207,11 @@ def _compare_logits(stage: Path, reader: Converter, memory: float) -> str:
 
 
 def _rows(source: Source, options: ExportOptions, notes: list[str]) -> int:
-    """Return the number of vocabulary rows without padding: those of the tokenizer, or of the model the run started from."""
+    """Return the number of vocabulary rows to write."""
     tokenizer = source.tokenizer()
     if tokenizer is None:
         notes.append("the model keeps no tokenizer: none is written, and the vocabulary stays as it is")
-    known = max(source.vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
-    if options.keep_padding or tokenizer is None or not 0 < known < source.model.vocab_size:
-        return source.model.vocab_size
-    return known
+    return source.model.vocab_size if options.keep_padding else source.vocabulary(tokenizer)
 
 
 def _shards(infos: dict[str, TensorInfo], most: int) -> dict[str, dict[str, TensorInfo]]:
