@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from argosy.checkpoint.source import known_rows
 from argosy.checkpoint.store import latest
-from argosy.config.resolve import resolve
+from argosy.config.resolve import resolve, resolve_model
+from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.generate import sample
 from argosy.model import decoding
@@ -71,6 +73,16 @@ def test_padding_of_the_vocabulary_is_never_drawn(
     sample(str(tmp_path / "runs" / "padded"), "some words", Sampling(40, temperature=1.0, top_k=0))
     assert len(drawn) > 2 * 40
     assert max(drawn) < 257
+
+
+@pytest.mark.parametrize(
+    ("inherited", "eod_id", "rows"), [(0, 256, 257), (0, 300, 301), (400, None, 400), (2000, 256, 1003)]
+)
+def test_an_end_after_the_tokenizer_s_ids_and_rows_of_the_model_before_are_no_padding(
+    inherited: int, eod_id: int | None, rows: int
+) -> None:
+    model = resolve_model(MOE | {"vocab_size": 1003, "max_seq_len": 32})
+    assert known_rows(model, ByteTokenizer(), inherited, eod_id) == rows
 
 
 def test_a_model_that_cannot_continue_a_text_is_refused(write_spec: Write) -> None:

@@ -101,9 +101,12 @@ class Source:
         return _tokenizer_in(self.root, special_in_text=run is None or task_of(run).special_in_text)
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> int:
-        """Return the number of vocabulary rows without padding: those of the tokenizer, or of the model that the run started from."""
-        rows, known = self.model.vocab_size, max(self.vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
-        return known if tokenizer is not None and 0 < known < rows else rows
+        """Return the number of vocabulary rows without padding."""
+        return (
+            self.model.vocab_size
+            if tokenizer is None
+            else known_rows(self.model, tokenizer, self.vocab_size, self.eod_id)
+        )
 
     def opening(self, tokenizer: Tokenizer) -> list[int]:
         """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""
@@ -165,6 +168,13 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         token_ids=dict(document.get("token_ids") or started.get("token_ids") or {}) | _their_roles(model, special),
         run=document.get("spec"),
     )
+
+
+def known_rows(model: ModelSpec, tokenizer: Tokenizer, inherited: int, eod_id: int | None) -> int:
+    """Return the number of vocabulary rows without padding: those of the tokenizer, or of the model that the run started from. The
+    end-of-document token may be an id after the tokenizer's own."""
+    known = max(inherited, tokenizer.vocab_size, 0 if eod_id is None else eod_id + 1)
+    return min(model.vocab_size, known or model.vocab_size)
 
 
 def inherited_start(root: Path) -> int | None:

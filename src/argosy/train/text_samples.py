@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from argosy.checkpoint.source import inherited_start, inherited_vocabulary, opens_with
+from argosy.checkpoint.source import inherited_start, inherited_vocabulary, known_rows, opens_with
 from argosy.config.watching import SamplesSpec
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.model.decoding import Sampling, generate
@@ -37,7 +37,7 @@ def text_form(session: Session, run: RunDir, tokenizer: Tokenizer) -> TextForm:
     """Return the form that the model which a run began from gives its texts. The run is described on the first rank's file system."""
     mesh = session.mesh
     known = mesh.from_first(lambda: inherited_vocabulary(run.root))
-    vocabulary = min(session.spec.model.vocab_size, max(known, tokenizer.vocab_size))
+    vocabulary = known_rows(session.spec.model, tokenizer, known, session.data.eod_id)
     # -1: the run did not begin from a model with such a token.
     start = mesh.from_first(lambda: -1 if (begins := inherited_start(run.root)) is None else begins)
     if start < 0:
