@@ -15,12 +15,14 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from argosy.checkpoint import store
 from argosy.checkpoint.manifest import TrainProgress, finish, verify
 from argosy.checkpoint.rank_grid import RankGrid, Spread
 from argosy.checkpoint.store import load_into
-from argosy.checkpoint.stored import SpreadTensor, index_of
+from argosy.checkpoint.stored import SpreadTensor, StoredTensors, index_of
 from argosy.checkpoint.tensors import TensorInfo, write_tensors
 from argosy.errors import ArgosyError
+from argosy.parallel.shards import Box
 
 TENSORS = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(6.0), "c": torch.tensor(3.0)}
 NAME = "step-00000007"
@@ -89,6 +91,21 @@ def load(place: Path) -> None:
         code = None
     assert code in (None, "checkpoint.corrupt", "checkpoint.mismatch", "checkpoint.version")
     assert code or all(torch.equal(into[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_tensors_are_read_in_pieces_of_whole_rows(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_PIECE", 24)  # two rows of `a`
+    read, read_box = list[tuple[str, tuple[int, ...]]](), StoredTensors.read_box
+
+    def noted(stored: StoredTensors, name: str, box: Box) -> torch.Tensor:
+        read.append((name, box.shape))
+        return read_box(stored, name, box)
+
+    monkeypatch.setattr(StoredTensors, "read_box", noted)
+    into = {name: torch.full_like(tensor, -1) for name, tensor in TENSORS.items()}
+    load_into(verify(good).weights(), into, good)
+    assert sorted(read) == [("a", (2, 3)), ("a", (2, 3)), ("b", (6,)), ("c", ())]
+    assert all(torch.equal(into[name], tensor) for name, tensor in TENSORS.items())
 
 
 def rehash(place: Path) -> None:

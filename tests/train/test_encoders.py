@@ -22,8 +22,10 @@ from argosy.data.open import open_data
 from argosy.data.samples.masks import IGNORED
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
+from argosy.infer import infill
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
+from argosy.model import decoding
 from argosy.model.build import build_model, initial_weights, initialise
 from argosy.model.decoding import Sampling
 from argosy.parallel.mesh import Mesh
@@ -33,6 +35,7 @@ from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.record.jsonl import read_metrics
 from argosy.train.run import TrainOptions, train
 
+decoding_choose = decoding.choose  # a test puts another function in its place
 Write = Callable[..., Path]
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300}
 SPECIAL = {"cls": 257, "sep": 258, "pad": 260}
@@ -201,6 +204,25 @@ def sampled(kind: str, prompt: str, write_spec: Write, corpus: Path, seed: int =
     if not run.exists():
         train(resolve(path), path, TrainOptions(quiet=True))
     return sample(str(run), prompt, Sampling(tokens=12, temperature=1.0, seed=seed))
+
+
+@pytest.mark.parametrize(("kind", "prompt", "rows"), [("bert", "ab[MASK]cd", 261), ("t5", "ab<extra_id_0>cd", 300)])
+def test_padding_of_the_vocabulary_fills_nothing_in(
+    kind: str, prompt: str, rows: int, write_spec: Write, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer has 257 ids, the last special token of BERT is 260, and T5's first sentinel 299."""
+    seen = set[int]()
+
+    def choose(logits: torch.Tensor, *more: Any) -> list[int]:
+        seen.add(logits.shape[1])
+        return decoding_choose(logits, *more)
+
+    for module in (decoding, infill):
+        monkeypatch.setattr(module, "choose", choose)
+    path = spec_of(kind, write_spec, corpus)
+    train(resolve(path, ["model.vocab_size=400"]), path, TrainOptions(quiet=True))
+    sample(str(path.parent / "runs" / "tiny"), prompt, Sampling(tokens=4))
+    assert seen == {rows}
 
 
 def test_bert_fills_in_its_masks_and_nothing_else(write_spec: Write, corpus: Path) -> None:

@@ -102,11 +102,9 @@ class Source:
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> int:
         """Return the number of vocabulary rows without padding."""
-        return (
-            self.model.vocab_size
-            if tokenizer is None
-            else known_rows(self.model, tokenizer, self.vocab_size, self.eod_id)
-        )
+        if tokenizer is None:
+            return self.model.vocab_size
+        return known_rows(self.model, tokenizer, self.vocab_size, self.eod_id)
 
     def opening(self, tokenizer: Tokenizer) -> list[int]:
         """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""

@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,11 @@ from argosy.checkpoint.stored import StoredTensors
 from argosy.config.start import BEST
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
-from argosy.parallel.shards import held_boxes
+from argosy.parallel.shards import Box, held_boxes
+from argosy.untrusted import MIB
 
+# About how many bytes of a tensor are read at a time. The allocator uses the memory of such small pieces again. New memory takes longer.
+_PIECE = 4 * MIB
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -198,6 +201,7 @@ def _all_names(messages: list[bytes]) -> bytes:
     return orjson.dumps(sorted({name for message in messages for name in orjson.loads(message)}))
 
 
+@torch.no_grad()
 def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, hosts: HostGroup = ALONE) -> None:
     """Fill this rank's slices of the tensors. All ranks together must have exactly the stored names."""
     names: list[str] = orjson.loads(hosts.tell(hosts.merge(orjson.dumps(list(tensors)), _all_names)))
@@ -210,14 +214,27 @@ def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path,
                 f"{where}: {name} has shape {list(found)}, the model wants {list(wanted)}",
                 fix="check model and run name",
             )
+    pieces = [(name, *piece) for name, tensor in tensors.items() for piece in _pieces(tensor)]
     with ThreadPoolExecutor(READERS) as readers:
         # The list raises what a reader has raised.
-        list(readers.map(partial(_load, stored), tensors.items()))
+        list(readers.map(partial(_load, stored), pieces))
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the boxes that this rank holds of a tensor, in pieces of whole rows, and their values."""
+    for held in held_boxes(tensor):
+        values, (offset, shape) = held.of(tensor), held.box
+        if not shape:
+            yield held.box, values
+            continue
+        rows = max(1, _PIECE * shape[0] // max(1, values.nbytes))
+        for first in range(0, shape[0], rows):
+            part = values[first : first + rows]
+            yield Box((offset[0] + first, *offset[1:]), tuple(part.shape)), part
 
 
 # A new thread has gradients on.
 @torch.no_grad()
-def _load(stored: StoredTensors, item: tuple[str, Tensor]) -> None:
-    name, tensor = item
-    for held in held_boxes(tensor):
-        held.of(tensor).copy_(stored.read_box(name, held.box))
+def _load(stored: StoredTensors, piece: tuple[str, Box, Tensor]) -> None:
+    name, box, values = piece
+    values.copy_(stored.read_box(name, box))

@@ -34,7 +34,7 @@ class TextForm(NamedTuple):
 
 
 def text_form(session: Session, run: RunDir, tokenizer: Tokenizer) -> TextForm:
-    """Return the form that the model which a run began from gives its texts. The run is described on the first rank's file system."""
+    """Return what the texts of a run are made of. What its model began from is described on the first rank's file system."""
     mesh = session.mesh
     known = mesh.from_first(lambda: inherited_vocabulary(run.root))
     vocabulary = known_rows(session.spec.model, tokenizer, known, session.data.eod_id)
