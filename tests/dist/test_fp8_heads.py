@@ -10,7 +10,7 @@ import pytest
 
 from argosy.model.ops import fp8_cross_entropy
 from dist.pool import Pool
-from dist.test_matrix import sized
+from dist.test_matrix import of_one_process, sized
 from dist.training import Trace, spec_of, train_steps
 
 KEYS = "train.precision=fp8 train.z_loss=0.01"
@@ -37,8 +37,7 @@ def test_a_layout_multiplies_the_head_as_one_process_does(pool: Pool, model: str
     """Closely: each rank scales its rows of the head, and its layers', by the largest of them."""
     keys = f"{sized(f'{layout} {KEYS}')} model.layers=2"
     ranks = spec_of(model, keys).parallel.world_size
-    alone = [key for key in keys.split() if "." in key or key.startswith("micro_batch")]
-    expected, _ = train_counting(model, " ".join(alone))
+    expected, _ = train_counting(model, of_one_process(keys))
     found = pool.run(ranks, train_counting, model, keys)
     # The last stage of a pipeline alone has a head.
     with_head = [False, True] if "pp=" in layout else [True] * ranks

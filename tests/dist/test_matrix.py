@@ -153,6 +153,11 @@ def sized(layout: str) -> str:
     return layout if "pp=" in layout or "model.layers=" in layout else f"{layout} model.layers=2"
 
 
+def of_one_process(layout: str) -> str:
+    """The keys of the one process whose numbers those of the ranks are compared with: all but those of the layout itself."""
+    return " ".join(key for key in sized(layout).split() if "." in key or key.startswith("micro_batch"))
+
+
 def run(
     pool: Pool, model: str, layout: str, how: Callable[..., Trace] = train_steps, *more: str, steps: int = STEPS
 ) -> list[Trace]:
@@ -163,8 +168,7 @@ def run(
 
 def require_equal(model: str, layout: str, traces: list[Trace]) -> None:
     """Every rank's numbers are those of one process with the same micro-batches, and without padding of the vocabulary."""
-    kept = [key for key in sized(layout).split() if "." in key or key.startswith("micro_batch")]
-    expected = reference(model, " ".join([*kept, "model.vocab_multiple=1"]), len(traces[0].losses))
+    expected = reference(model, f"{of_one_process(layout)} model.vocab_multiple=1", len(traces[0].losses))
     for trace in traces:
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-5)
         np.testing.assert_allclose(trace.norms, expected.norms, rtol=1e-4)
@@ -268,8 +272,7 @@ def test_lion_moves_each_weight_alike_in_every_layout(pool: Pool, layout: str) -
     """By the sign of a sum whose last bits depend on the layout: where that sum is zero but for these bits, one weight in thousands
     moves the other way. All others are equal."""
     keys = "optim.name=lion optim.lr=1e-3"
-    kept = [key for key in sized(f"{layout} {keys}").split() if "." in key or key.startswith("micro_batch")]
-    expected = reference("llama", " ".join(kept), steps=3)
+    expected = reference("llama", of_one_process(f"{layout} {keys}"), steps=3)
     for trace in run(pool, "llama", f"{layout} {keys}", steps=3):
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-4)
         for name, weight in trace.weights.items():

@@ -48,12 +48,14 @@ def bits(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
 
 
+# How far the logits of merged weights may be from those of adapters. Frozen weights of 16 bits are merged into weights of 16 bits.
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("bf16", 2e-2)])
 @pytest.mark.parametrize("keys", [KEYS, (*KEYS, "model.lora.dora=true")], ids=["lora", "dora"])
 def test_a_run_trains_adapters_beside_the_model_it_starts_from(
-    corpus: Path, tmp_path: Path, keys: tuple[str, ...]
+    corpus: Path, tmp_path: Path, keys: tuple[str, ...], precision: str, error: float
 ) -> None:
-    base = trained(run_of(tmp_path, corpus, "base", "train.steps=2"))
-    start = [f"init_from={base}", *keys]
+    base = trained(run_of(tmp_path, corpus, "base", "train.steps=2", f"train.precision={precision}"))
+    start = [f"init_from={base}", f"train.precision={precision}", *keys]
     run = trained(run_of(tmp_path, corpus, "lora", "train.steps=4", *start))
     before, after = open_source(str(base)), open_source(str(run))
     assert before.infos.keys() == after.infos.keys()
@@ -78,8 +80,8 @@ def test_a_run_trains_adapters_beside_the_model_it_starts_from(
     adapted.load_state_dict({name: stored[name] for name in stored.infos})
     tokens = torch.arange(24)[None] * 7 % 257
     with torch.no_grad():
-        found = load_model(str(run), device="cpu").model(tokens)
-        torch.testing.assert_close(found, adapted(tokens), rtol=1e-5, atol=1e-5)
+        found, expected = load_model(str(run), device="cpu", precision="fp32").model(tokens), adapted(tokens)
+        assert float((found - expected).norm()) <= error * float(expected.norm())
 
 
 @pytest.mark.parametrize("dora", ["false", "true"])
