@@ -7,15 +7,13 @@ Why not DCP: its planners would decide who writes what, as `make_plan` does, but
 the result in a pickle. Without that, little more than a loop over slices is left, which is here.
 
 `Snapshot` is a host copy of a rank's checkpoint files, so that training goes on while they are written. A file's tensors lie in its buffer as they will in the file. Buffers are reused from save to save, and pinned if the tensors
-are on a GPU, for the full speed of the bus. The first touch of memory is slow, so it happens in a thread before the first
-save.
+are on a GPU, for the full speed of the bus (`host_buffer.py`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.disk import Written, write_bytes
+from argosy.checkpoint.host_buffer import HostBuffer
 from argosy.checkpoint.manifest import (
     OPTIMIZER,
     WEIGHTS,
@@ -37,7 +36,7 @@ from argosy.checkpoint.manifest import (
 from argosy.checkpoint.save_plan import Groups, Plan, make_plan
 from argosy.checkpoint.store import remove
 from argosy.checkpoint.stored import file_of, key_of
-from argosy.checkpoint.tensors import TensorInfo, bytes_of, header_of
+from argosy.checkpoint.tensors import TensorInfo, header_of, parts_of
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
 
@@ -111,8 +110,7 @@ def write(root: Path, progress: TrainProgress, files: Mapping[str, Content], pla
 
 def _write_files(partial: Path, files: Mapping[str, Content]) -> dict[str, Written]:
     written = {
-        name: write_bytes(partial / name, content.header, map(bytes_of, content.tensors))
-        for name, content in files.items()
+        name: write_bytes(partial / name, content.header, parts_of(content.tensors)) for name, content in files.items()
     }
     sync_directory(partial)
     return written
@@ -150,39 +148,35 @@ def _attempt(work: Callable[[], object]) -> bytes:
 
 
 class Snapshot:
-    """Buffers for copies of a rank's files, kept between saves."""
+    """Copies of a rank's files in host memory, which is kept between saves."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._preparing: threading.Thread | None = None
+        self._buffers: dict[str, HostBuffer] = {}
 
     def prepare(self, files: Mapping[str, Content]) -> None:
-        """Allocate and touch the buffers for these files in a background thread."""
-        buffers = [self._buffer(name, content) for name, content in files.items()]
-        self._preparing = threading.Thread(target=lambda: [buffer.zero_() for buffer in buffers], daemon=True)
-        self._preparing.start()
+        """Prepare memory for these files in background threads."""
+        for name, content in files.items():
+            self._buffer(name, content).prepare()
 
     def take(self, files: Mapping[str, Content]) -> dict[str, Content]:
         """Copy the files. When this returns, the originals may change. The previous copies are overwritten."""
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-        copies = {name: self._copied(name, content) for name, content in files.items()}
+        copies = {}
+        for name, content in files.items():
+            buffer = self._buffer(name, content)
+            buffer.fill(content.tensors)
+            copies[name] = Content(content.header, [buffer.bytes])
         if any(tensor.is_cuda for content in files.values() for tensor in content.tensors):
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _copied(self, name: str, content: Content) -> Content:
-        buffer, at = self._buffer(name, content), 0
-        for tensor in content.tensors:
-            place = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor, non_blocking=True)
-            at += tensor.nbytes
-        return Content(content.header, [buffer])
+    def pause(self) -> None:
+        """Stop preparing memory, as before the end of the process."""
+        for buffer in self._buffers.values():
+            buffer.pause()
 
-    def _buffer(self, name: str, content: Content) -> Tensor:
+    def _buffer(self, name: str, content: Content) -> HostBuffer:
         size = sum(tensor.nbytes for tensor in content.tensors)
-        if name not in self._buffers or len(self._buffers[name]) != size:
-            pinned = any(tensor.is_cuda for tensor in content.tensors)
-            self._buffers[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        if name not in self._buffers or self._buffers[name].size != size:
+            gpus = (tensor.device for tensor in content.tensors if tensor.is_cuda)
+            self._buffers[name] = HostBuffer(size, next(gpus, None))
         return self._buffers[name]

@@ -41,6 +41,8 @@ _LONGEST_HEADER = 100_000_000
 _LEAST_READ = 64 * 2**10
 # Most bytes in memory beside the result.
 _MOST_READ = 64 * 2**20
+# Bytes of a part of a tensor that is written from a GPU.
+_PART = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ def write_stream(
 ) -> Written:
     """Write and sync a file of tensors in the order of `infos`. `make` returns each tensor when its turn comes."""
 
-    def made(name: str, info: TensorInfo) -> memoryview:
+    def made(name: str, info: TensorInfo) -> Tensor:
         tensor = make(name)
         if TensorInfo.of(tensor) != info:
             raise ValueError(f"{name} was promised as {info} and made as {TensorInfo.of(tensor)}")
-        return bytes_of(tensor)
+        return tensor
 
-    return write_bytes(path, header_of(infos, metadata), (made(name, info) for name, info in infos.items()))
+    return write_bytes(path, header_of(infos, metadata), parts_of(made(name, info) for name, info in infos.items()))
 
 
 def header_of(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -105,10 +107,24 @@ def header_of(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes. They are the tensor's own memory if it is contiguous and on the CPU."""
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+def parts_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors. Those on a GPU come in parts, of which each is valid until the next is asked for."""
+    memory: Tensor | None = None
+    for tensor in tensors:
+        # The tensor's own memory if it is contiguous.
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if not _is_elsewhere(flat):
+            yield flat.numpy().data
+            continue
+        if memory is None:
+            memory = torch.empty(_PART, dtype=torch.uint8, pin_memory=flat.is_cuda)
+        for part in flat.split(_PART):
+            yield memory[: len(part)].copy_(part).numpy().data
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """True if the CPU has no access to a tensor's memory."""
+    return tensor.device.type != "cpu"
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -178,7 +178,8 @@ class Saving:
         return [] if self._writing is None else self._settle()
 
     def close(self) -> None:
-        """Wait up to `RETRY_S` for the save being written, at the end of a failed run. Its errors are ignored."""
+        """End the work beside training. Wait up to `RETRY_S` for the save being written, if the run has failed; its errors are ignored."""
+        self._snapshot.pause()
         if self._writing is not None and self._writing.thread is not None:
             self._writing.thread.join(RETRY_S)
 

@@ -1,0 +1,114 @@
+"""Host memory for a copy of a checkpoint file, prepared piece by piece in a thread beside training.
+
+The first write to a page of memory is slow, and so is pinning it, without which a GPU's copies are slower too. CUDA's allocation of pinned memory does
+both before it returns, and torch takes the next power of two of the size: where 33 GB were to be pinned, the first step waited for half a
+minute. While memory is pinned, the driver makes other threads and processes wait that call it. So a piece is small, its pages are written
+before, and the thread rests after each.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_PIECE = 64 * 2**20  # bytes, a multiple of every page size
+_PAGE = 4096
+# Huge pages make the first writes and pinning faster. A forked process does not need the memory; sharing it, the pages of this one
+# would be replaced when it writes them, which a GPU does not see.
+_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
+
+
+class HostBuffer:
+    """Memory of `size` bytes for a copy of tensors, one after the other. Pinned, if a GPU is named, once it is prepared."""
+
+    def __init__(self, size: int, device: torch.device | None = None) -> None:
+        self.size = size
+        self._device = device
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for name in _ADVICE:
+            _advise(memory, name)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[:size]
+        self._pieces = list(self.bytes.split(_PIECE)) if size else []
+        self._prepared, self._written = 0, False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pinned: list[int] = []
+        # `memory` is an argument so that it is still mapped then. At the end of the process, CUDA unpins it.
+        weakref.finalize(self, _unpin_all, self._pinned, memory).atexit = False
+
+    def prepare(self) -> None:
+        """Prepare the pieces that are not yet prepared, in a background thread."""
+        if self._thread is None and self._prepared < len(self._pieces):
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._prepare, daemon=True)
+            self._thread.start()
+
+    def pause(self) -> None:
+        """Stop preparing after the current piece, and wait for that."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def fill(self, tensors: list[Tensor]) -> None:
+        """Copy the tensors' bytes into the buffer; from a GPU, on the current stream, which the caller waits for.
+
+        Pieces that are not prepared are copied to all the same, more slowly.
+        """
+        self.pause()
+        for place, part in self._matched(tensors):
+            place.copy_(part, non_blocking=True)
+        self._written = True
+        self.prepare()
+
+    def _matched(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield places in the buffer and what they get. None is of two pieces, of which one may be pinned and the other not."""
+        at = 0
+        for tensor in tensors:
+            left = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            while len(left):
+                part = left[: _PIECE - at % _PIECE]
+                yield self.bytes[at : at + len(part)], part
+                left, at = left[len(part) :], at + len(part)
+
+    def _prepare(self) -> None:
+        pins = self._device is not None
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        while self._prepared < len(self._pieces) and not self._stop.is_set():
+            piece = self._pieces[self._prepared]
+            if not self._written:
+                # numpy writes without the GIL.
+                piece.numpy()[::_PAGE] = 0
+            self._prepared += 1
+            if pins:
+                started = time.perf_counter()
+                pins = _pin(piece)
+                if pins:
+                    self._pinned.append(piece.data_ptr())
+                self._stop.wait(time.perf_counter() - started)
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    advice = getattr(mmap, name, None)
+    if advice is not None:
+        # A kernel may be without it.
+        with suppress(OSError):
+            memory.madvise(advice)
+
+
+def _pin(piece: Tensor) -> bool:
+    """Pin a piece. Return False if the system pins no more: copies to it are slower, and as correct."""
+    return int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)) == 0
+
+
+def _unpin_all(pinned: list[int], memory: mmap.mmap) -> None:
+    for address in pinned:
+        torch.cuda.cudart().cudaHostUnregister(address)
