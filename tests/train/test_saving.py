@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from argosy.checkpoint.host_buffer import HostBuffer
 from argosy.checkpoint.manifest import verify
 from argosy.checkpoint.store import listed, step_of
 from argosy.config.resolve import resolve
@@ -20,7 +21,7 @@ from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.record.jsonl import read_jsonl
 from argosy.train import saving
 from argosy.train.run import TrainOptions, train
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 Write = Callable[..., Path]
 
@@ -71,6 +72,22 @@ def test_a_save_beside_training_has_the_numbers_of_its_step_and_others_are_skipp
     skipped = [(event["step"], event["writing"]) for event in events(run, "save-skipped")]
     assert skipped[:3] == [(2, 1), (3, 1), (4, 1)]
     assert {step for step, _ in skipped} | set(steps(run)) == set(range(1, 7))
+
+
+def test_training_waits_for_no_memory_to_be_prepared_and_ends_the_thread_that_does(
+    write_spec: Write, tmp_path: Path
+) -> None:
+    preparing: list[threading.Thread] = []
+
+    def endless(buffer: HostBuffer) -> None:
+        preparing.append(threading.current_thread())
+        assert buffer._stop.wait(PATIENCE_S)
+
+    with patch.object(HostBuffer, "_prepare", endless):
+        assert go(write_spec(), "checkpoint.mode=async", "checkpoint.every=2") == EXIT_DONE
+    assert preparing
+    assert not any(thread.is_alive() for thread in preparing)
+    assert {2, 6} <= set(steps(tmp_path / "runs" / "tiny"))
 
 
 def block(run: Path, step: int) -> None:

@@ -23,6 +23,8 @@ _PAGE = 4096
 # Huge pages make the first writes and pinning faster. A forked process does not need the memory; sharing it, the pages of this one
 # would be replaced when it writes them, which a GPU does not see.
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
+# Buffers take turns.
+_PINNING = threading.Lock()
 
 
 class HostBuffer:
@@ -89,11 +91,17 @@ class HostBuffer:
                 piece.numpy()[::_PAGE] = 0
             self._prepared += 1
             if pins:
-                started = time.perf_counter()
-                pins = _pin(piece)
-                if pins:
-                    self._pinned.append(piece.data_ptr())
-                self._stop.wait(time.perf_counter() - started)
+                pins = self._pin(piece)
+
+    def _pin(self, piece: Tensor) -> bool:
+        """Pin a piece and rest. Return False if the system pins no more: copies to it are slower, and as correct."""
+        with _PINNING:
+            started = time.perf_counter()
+            pinned = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)) == 0
+            if pinned:
+                self._pinned.append(piece.data_ptr())
+            self._stop.wait(time.perf_counter() - started)
+        return pinned
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
@@ -102,11 +110,6 @@ def _advise(memory: mmap.mmap, name: str) -> None:
         # A kernel may be without it.
         with suppress(OSError):
             memory.madvise(advice)
-
-
-def _pin(piece: Tensor) -> bool:
-    """Pin a piece. Return False if the system pins no more: copies to it are slower, and as correct."""
-    return int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)) == 0
 
 
 def _unpin_all(pinned: list[int], memory: mmap.mmap) -> None:
