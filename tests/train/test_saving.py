@@ -79,11 +79,11 @@ def test_training_waits_for_no_memory_to_be_prepared_and_ends_the_thread_that_do
 ) -> None:
     preparing: list[threading.Thread] = []
 
-    def endless(buffer: HostBuffer) -> None:
+    def endless(buffer: HostBuffer, stop: threading.Event) -> None:
         preparing.append(threading.current_thread())
-        assert buffer._stop.wait(PATIENCE_S)
+        assert stop.wait(PATIENCE_S)
 
-    with patch.object(HostBuffer, "_prepare", endless):
+    with patch.object(HostBuffer, "prepare", endless):
         assert go(write_spec(), "checkpoint.mode=async", "checkpoint.every=2") == EXIT_DONE
     assert preparing
     assert not any(thread.is_alive() for thread in preparing)

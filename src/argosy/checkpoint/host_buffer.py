@@ -12,19 +12,18 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from argosy.parallel.capture_turn import CAPTURE_TURN
 
 _PIECE = 64 * 2**20  # bytes, a multiple of every page size
 _PAGE = 4096
 # Huge pages make the first writes and pinning faster. A forked process does not need the memory; sharing it, the pages of this one
 # would be replaced when it writes them, which a GPU does not see.
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-# Buffers take turns.
-_PINNING = threading.Lock()
 
 
 class HostBuffer:
@@ -39,68 +38,51 @@ class HostBuffer:
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)[:size]
         self._pieces = list(self.bytes.split(_PIECE)) if size else []
         self._prepared, self._written = 0, False
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self._pinned: list[int] = []
         # `memory` is an argument so that it is still mapped then. At the end of the process, CUDA unpins it.
         weakref.finalize(self, _unpin_all, self._pinned, memory).atexit = False
 
-    def prepare(self) -> None:
-        """Prepare the pieces that are not yet prepared, in a background thread."""
-        if self._thread is None and self._prepared < len(self._pieces):
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._prepare, daemon=True)
-            self._thread.start()
-
-    def pause(self) -> None:
-        """Stop preparing after the current piece, and wait for that."""
-        if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
-
-    def fill(self, tensors: list[Tensor]) -> None:
-        """Copy the tensors' bytes into the buffer; from a GPU, on the current stream, which the caller waits for.
-
-        Pieces that are not prepared are copied to all the same, more slowly.
-        """
-        self.pause()
-        for place, part in self._matched(tensors):
-            place.copy_(part, non_blocking=True)
-        self._written = True
-        self.prepare()
-
-    def _matched(self, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield places in the buffer and what they get. None is of two pieces, of which one may be pinned and the other not."""
-        at = 0
-        for tensor in tensors:
-            left = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            while len(left):
-                part = left[: _PIECE - at % _PIECE]
-                yield self.bytes[at : at + len(part)], part
-                left, at = left[len(part) :], at + len(part)
-
-    def _prepare(self) -> None:
+    def prepare(self, stop: threading.Event) -> None:
+        """Prepare the pieces that are not yet prepared, until the event."""
         pins = self._device is not None
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        while self._prepared < len(self._pieces) and not self._stop.is_set():
+        while self._prepared < len(self._pieces) and not stop.is_set():
             piece = self._pieces[self._prepared]
             if not self._written:
                 # numpy writes without the GIL.
                 piece.numpy()[::_PAGE] = 0
             self._prepared += 1
             if pins:
+                started = time.perf_counter()
                 pins = self._pin(piece)
+                stop.wait(time.perf_counter() - started)
+
+    def fill(self, tensors: list[Tensor]) -> None:
+        """Copy the tensors' bytes into the buffer; from a GPU, on the current stream, which the caller waits for.
+
+        Pieces that are not prepared are copied to all the same, more slowly. No thread may prepare them meanwhile.
+        """
+        at = 0
+        for tensor in tensors:
+            at = self._copy(tensor, at)
+        self._written = True
+
+    def _copy(self, tensor: Tensor, at: int) -> int:
+        """Copy a tensor to a place, and return where it ends. No copy is to two pieces, of which one may be pinned and the other not."""
+        left = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        while len(left):
+            part = left[: _PIECE - at % _PIECE]
+            self.bytes[at : at + len(part)].copy_(part, non_blocking=True)
+            left, at = left[len(part) :], at + len(part)
+        return at
 
     def _pin(self, piece: Tensor) -> bool:
-        """Pin a piece and rest. Return False if the system pins no more: copies to it are slower, and as correct."""
-        with _PINNING:
-            started = time.perf_counter()
+        """Pin a piece. Return False if the system pins no more: copies to it are slower, and as correct."""
+        with CAPTURE_TURN:
             pinned = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)) == 0
-            if pinned:
-                self._pinned.append(piece.data_ptr())
-            self._stop.wait(time.perf_counter() - started)
+        if pinned:
+            self._pinned.append(piece.data_ptr())
         return pinned
 
 

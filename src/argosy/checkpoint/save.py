@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,18 +149,23 @@ def _attempt(work: Callable[[], object]) -> bytes:
 
 
 class Snapshot:
-    """Copies of a rank's files in host memory, which is kept between saves."""
+    """Copies of a rank's files in host memory, which is kept between saves and prepared by a background thread."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, HostBuffer] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
 
     def prepare(self, files: Mapping[str, Content]) -> None:
-        """Prepare memory for these files in background threads."""
+        """Prepare memory for these files in the background."""
+        self.pause()
         for name, content in files.items():
-            self._buffer(name, content).prepare()
+            self._buffer(name, content)
+        self._resume()
 
     def take(self, files: Mapping[str, Content]) -> dict[str, Content]:
         """Copy the files. When this returns, the originals may change. The previous copies are overwritten."""
+        self.pause()
         copies = {}
         for name, content in files.items():
             buffer = self._buffer(name, content)
@@ -167,12 +173,20 @@ class Snapshot:
             copies[name] = Content(content.header, [buffer.bytes])
         if any(tensor.is_cuda for content in files.values() for tensor in content.tensors):
             torch.cuda.current_stream().synchronize()
+        self._resume()
         return copies
 
-    def pause(self) -> None:
-        """Stop preparing memory, as before the end of the process."""
-        for buffer in self._buffers.values():
-            buffer.pause()
+    def pause(self, seconds: float | None = None) -> None:
+        """Stop preparing memory. Wait for the piece that is being prepared, at most so many seconds."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join(seconds)
+            self._thread = None
+
+    def _resume(self) -> None:
+        buffers, self._stop = list(self._buffers.values()), threading.Event()
+        self._thread = threading.Thread(target=_prepare, args=(buffers, self._stop), daemon=True)
+        self._thread.start()
 
     def _buffer(self, name: str, content: Content) -> HostBuffer:
         size = sum(tensor.nbytes for tensor in content.tensors)
@@ -180,3 +194,8 @@ class Snapshot:
             gpus = (tensor.device for tensor in content.tensors if tensor.is_cuda)
             self._buffers[name] = HostBuffer(size, next(gpus, None))
         return self._buffers[name]
+
+
+def _prepare(buffers: list[HostBuffer], stop: threading.Event) -> None:
+    for buffer in buffers:
+        buffer.prepare(stop)

@@ -108,18 +108,30 @@ def header_of(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | Non
 
 
 def parts_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors. Those on a GPU come in parts, of which each is valid until the next is asked for."""
-    memory: Tensor | None = None
-    for tensor in tensors:
-        # The tensor's own memory if it is contiguous.
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Yield the bytes of tensors. Those on a GPU come in parts, of which each is valid until the next is asked for.
+
+    No tensor is kept while the next one is made.
+    """
+    memory: list[Tensor] = []
+    for flat in map(_as_bytes, tensors):
         if not _is_elsewhere(flat):
             yield flat.numpy().data
-            continue
-        if memory is None:
-            memory = torch.empty(_PART, dtype=torch.uint8, pin_memory=flat.is_cuda)
-        for part in flat.split(_PART):
-            yield memory[: len(part)].copy_(part).numpy().data
+        else:
+            yield from _copied_parts(flat, memory)
+        del flat
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes: its own memory if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _copied_parts(flat: Tensor, memory: list[Tensor]) -> Iterator[memoryview]:
+    """Yield the parts of a tensor, each in the same memory, which is allocated when it is first needed."""
+    if not memory:
+        memory.append(torch.empty(_PART, dtype=torch.uint8, pin_memory=flat.is_cuda))
+    for part in flat.split(_PART):
+        yield memory[0][: len(part)].copy_(part).numpy().data
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from argosy.compat.failed_capture import end_failed_capture
 from argosy.model.objective import Loss, Objective
+from argosy.parallel.capture_turn import CAPTURE_TURN
 
 T = TypeVar("T")
 Inputs = dict[str, Tensor]
@@ -264,7 +265,7 @@ def record(
     default, stream = torch.cuda.default_generators[torch.cuda.current_device()], torch.cuda.current_stream()
     own, seed = default.graphsafe_get_state(), default.initial_seed()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with CAPTURE_TURN, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             loss = run(inputs, objective)
     except BaseException:
         # A frame of the error may live on, and with it the graph. NCCL destroys no communicator that a graph uses.

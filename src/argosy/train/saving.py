@@ -179,7 +179,7 @@ class Saving:
 
     def close(self) -> None:
         """End the work beside training. Wait up to `RETRY_S` for the save being written, if the run has failed; its errors are ignored."""
-        self._snapshot.pause()
+        self._snapshot.pause(RETRY_S)
         if self._writing is not None and self._writing.thread is not None:
             self._writing.thread.join(RETRY_S)
 
