@@ -21,8 +21,8 @@ from argosy.parallel.capture_turn import CAPTURE_TURN
 
 _PIECE = 64 * 2**20  # bytes, a multiple of every page size
 _PAGE = 4096
-# Huge pages make the first writes and pinning faster. A forked process does not need the memory; sharing it, the pages of this one
-# would be replaced when it writes them, which a GPU does not see.
+# Huge pages make the first writes and pinning faster. The memory stays out of forked processes: if one shared it, a write would give this
+# process a new page (copy-on-write), and the GPU would go on writing to the old one.
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
 
 
@@ -39,11 +39,11 @@ class HostBuffer:
         self._pieces = list(self.bytes.split(_PIECE)) if size else []
         self._prepared, self._written = 0, False
         self._pinned: list[int] = []
-        # `memory` is an argument so that it is still mapped then. At the end of the process, CUDA unpins it.
+        # `memory` is an argument so that it is still mapped when it is unpinned. At the end of the process, CUDA unpins it.
         weakref.finalize(self, _unpin_all, self._pinned, memory).atexit = False
 
     def prepare(self, stop: threading.Event) -> None:
-        """Prepare the pieces that are not yet prepared, until the event."""
+        """Write and pin the pieces that are not yet prepared, until `stop` is set."""
         pins = self._device is not None
         if self._device is not None:
             torch.cuda.set_device(self._device)

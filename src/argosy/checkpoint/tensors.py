@@ -112,12 +112,11 @@ def parts_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
     No tensor is kept while the next one is made.
     """
-    memory: list[Tensor] = []
     for flat in map(_as_bytes, tensors):
         if not _is_elsewhere(flat):
             yield flat.numpy().data
         else:
-            yield from _copied_parts(flat, memory)
+            yield from _copied_parts(flat)
         del flat
 
 
@@ -126,12 +125,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _copied_parts(flat: Tensor, memory: list[Tensor]) -> Iterator[memoryview]:
-    """Yield the parts of a tensor, each in the same memory, which is allocated when it is first needed."""
-    if not memory:
-        memory.append(torch.empty(_PART, dtype=torch.uint8, pin_memory=flat.is_cuda))
+def _copied_parts(flat: Tensor) -> Iterator[memoryview]:
+    """Yield copies of a tensor's parts, all in the same memory, which torch keeps for the next tensor if it is pinned."""
+    memory = torch.empty(min(_PART, len(flat)), dtype=torch.uint8, pin_memory=flat.is_cuda)
     for part in flat.split(_PART):
-        yield memory[0][: len(part)].copy_(part).numpy().data
+        yield memory[: len(part)].copy_(part).numpy().data
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

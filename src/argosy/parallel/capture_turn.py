@@ -1,4 +1,4 @@
-"""The capture of a CUDA graph and calls of CUDA in other threads that could spoil it take turns."""
+"""A lock for the capture of a CUDA graph, and for calls of CUDA in other threads that could make the capture fail."""
 
 from __future__ import annotations
 
