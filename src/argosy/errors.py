@@ -107,6 +107,7 @@ CODES: Final[dict[str, str]] = {
     "launch.storage": "The shared volume cannot be made as described.",
     "device.unavailable": "The device asked for is not present on this machine.",
     "device.out-of-memory": "The device has less memory than the model or a training step needs.",
+    "device.no-graph": "A pass could not be captured as a CUDA graph, and cannot be launched after the attempt.",
     "device.broken-package": "An optional package for the device is installed and cannot be loaded.",
     "device.old-torch": "The installed torch is older than Argosy supports.",
     "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",

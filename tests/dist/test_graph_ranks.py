@@ -3,7 +3,7 @@ that are launched one by one. On a GPU (`make test-gpu`) they are captured; on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from argosy.data.samples.windows import Batch
+from argosy.errors import ArgosyError
 from argosy.model.objective import Loss
 from argosy.parallel import cuda_graphs, data_parallel, graph_trial, parallelize, replicas
 from argosy.parallel.cuda_graphs import CudaGraphs, Recording
 from argosy.parallel.data_parallel import Reduction
+from argosy.parallel.fsdp import units
 from dist import training
 from dist.devices import ON_GPU
 from dist.pool import Pool
@@ -46,6 +48,17 @@ LAYOUTS = [
     ("moe", "cp=2 train.precision=bf16", 2),
     ("gpt", "cp=2 cp_kind=ulysses", 2),
     ("llama", "dp_replicate=2 cp=2 tp=2", 2),
+    ("llama", "dp_shard=2", 2),
+    ("gpt", "dp_shard=4 micro_batch=4 train.precision=bf16", 1),
+    ("llama", "dp_shard=2 reshard=false train.precision=bf16", 2),
+    ("moe", "dp_shard=2 train.precision=bf16 recompute=selective", 2),
+    ("gpt", "dp_shard=2 model.dropout=0.1", 2),
+    ("lora", "dp_shard=2 micro_batch=8", 1),
+    ("llama", "dp_shard=2 tp=2 recompute=full", 2),
+    ("llama", "dp_shard=2 cp=2", 2),
+    ("t5", "dp_shard=4 micro_batch=4", 1),
+    ("llama", "dp_shard=2 dp_replicate=2 micro_batch=4", 1),
+    ("moe", "dp_shard=2 tp=2 sp=false train.precision=bf16 model.moe.ffn=32", 2),
 ]
 
 
@@ -59,7 +72,7 @@ class Captured(NamedTuple):
 
 
 def train_captured(
-    model: str, layout: str, steps: int, how: str = "as usual", evaluates: bool = False, graph: str = "on"
+    model: str, layout: str, steps: int, how: str = "as usual", evaluates: Sequence[int] = (), graph: str = "on"
 ) -> Captured:
     made: list[data_parallel.DataParallel] = []
     engine = data_parallel.DataParallel
@@ -179,15 +192,38 @@ def test_nothing_is_captured_where_no_rank_is_launch_bound(pool: Pool, layout: s
         require_same_bits(captured.trace, trace)
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2"])
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2", "dp_shard=2", "dp_shard=2 train.precision=bf16"])
 def test_an_evaluation_between_replays_changes_nothing(pool: Pool, layout: str) -> None:
+    """Of what it leaves behind, no graph may read anything when it is replayed the second time."""
     keys = f"{layout} micro_batch=4 model.layers=2"
-    found: list[Any] = pool.run(2, train_captured, "llama", keys, STEPS, "as usual", True)
-    for captured, trace in zip(found, pool.run(2, train_steps, "llama", keys, STEPS), strict=True):
-        assert captured.replays
-        # Of each step but the first, that of its last micro-batch too: the graphs make room for an evaluation.
-        assert captured.tried >= 2 * (STEPS - 1)
+    found: list[Any] = pool.run(2, train_captured, "llama", keys, 7, "as usual", (1, 2, 4))
+    for captured, trace in zip(found, pool.run(2, train_steps, "llama", keys, 7), strict=True):
+        # In steps 2, 3 and 5, the last micro-batch too: the graphs make room for an evaluation.
+        assert (captured.tried, captured.replays) == (6, True)
         require_same_bits(captured.trace, trace)
+
+
+def gathered_before_passes(model: str, layout: str, steps: int) -> list[int]:
+    """Return how many of FSDP's units have gathered weights when a captured pass begins."""
+    gathered, run_micro = [], data_parallel.DataParallel._run_micro
+
+    def looked(engine: data_parallel.DataParallel, *arguments: Any) -> Loss:
+        if cuda_graphs.is_capturing():
+            groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units(engine.model)]
+            gathered.append(sum(group.is_unsharded for group in groups if group is not None))
+        return run_micro(engine, *arguments)
+
+    with patch.object(data_parallel.DataParallel, "_run_micro", looked):
+        train_captured(model, layout, steps, evaluates=range(steps))
+    return gathered
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2 micro_batch=4", "dp_shard=2 micro_batch=4 reshard=false"])
+def test_a_captured_pass_gathers_the_weights_that_an_evaluation_has_gathered(pool: Pool, layout: str) -> None:
+    """A replay would read them where that evaluation had them."""
+    for gathered in pool.run(2, gathered_before_passes, "llama", f"{layout} model.layers=2", STEPS):
+        assert gathered
+        assert not any(gathered)
 
 
 def test_no_rank_replays_a_pass_that_one_of_them_cannot_capture(pool: Pool) -> None:
@@ -213,7 +249,7 @@ def train_lengths(model: str, layout: str, steps: int, graph: str) -> Captured |
         return train_captured(model, layout, steps) if graph == "on" else train_steps(model, layout, steps)
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2"])
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2", "dp_shard=2"])
 def test_a_pass_that_is_launched_after_replayed_ones_sums_its_gradients_once(pool: Pool, layout: str) -> None:
     found: list[Any] = run(pool, "gpt", layout, train_lengths, "on", steps=6)
     for captured, trace in zip(found, run(pool, "gpt", layout, train_lengths, "off", steps=6), strict=True):
@@ -395,3 +431,19 @@ def test_a_capture_that_fails_after_its_collectives_leaves_none_of_them(pool: Po
     for captured, trace in zip(found, run(pool, "llama", layout, steps=STEPS), strict=True):
         assert (captured.tried, captured.replays) == (1, False)
         require_same_bits(captured.trace, trace)
+
+
+def refused(model: str, layout: str, steps: int, how: str) -> tuple[str, str]:
+    with pytest.raises(ArgosyError) as error:
+        train_captured(model, layout, steps, how)
+    return error.value.code, error.value.cause
+
+
+@pytest.mark.parametrize("how", ["not to the end", "not on the last rank"])
+def test_all_ranks_end_where_a_capture_fails_midway_in_a_pass_of_fsdp(pool: Pool, how: str) -> None:
+    """FSDP would wait in the next pass for what this one has left undone."""
+    for code, cause in run(pool, "llama", "dp_shard=2 micro_batch=8", refused, how, steps=STEPS):
+        assert code == "device.no-graph"
+        assert cause.endswith("out of memory), and with dp_shard no pass can follow one that ended midway")
+        assert ("(rank 1: out of memory)" in cause) or how == "not to the end"
+    pool.run(2, resets)

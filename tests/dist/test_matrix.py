@@ -231,7 +231,7 @@ def test_an_evaluation_changes_no_bit_of_the_steps_after_it(pool: Pool, layout: 
     """A run that resumes after the evaluation has not made it."""
     layout = f"{layout} train.precision=bf16"
     ranks = spec_of("llama", layout).parallel.world_size
-    without, evaluated = (pool.run(ranks, train_steps, "llama", layout, 3, evaluates) for evaluates in (False, True))
+    without, evaluated = (pool.run(ranks, train_steps, "llama", layout, 3, evaluates) for evaluates in ((), (1, 2, 3)))
     for plain, other in zip(without, evaluated, strict=True):
         assert plain.losses == other.losses
         assert plain.norms == other.norms

@@ -224,8 +224,11 @@ def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     rows = [RankRow(step, elapsed, nothing, on_gpu=True) for step in steps]
     assert rows[0].waiting == 0
     assert rows[1].compute_error == pytest.approx(1.1 / 0.6 - 1)
-    assert rehearsed_job._waits(rows[:1]) == []
-    [line] = rehearsed_job._waits(rows)
+    assert rehearsed_job._waits(rows[:1], can_capture=True) == []
+    [line] = rehearsed_job._waits(rows, can_capture=False)
+    assert rehearsed_job._waits(rows, can_capture=True) == [
+        f"{line}, and parallel.graph=on launches all kernels of a pass at once"
+    ]
     assert "45% of the step of rank 7" in line
 
 

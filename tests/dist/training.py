@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,14 +155,14 @@ def set_initial_weights(optimizer: Optimizer, engine: Engine, spec: RunSpec) -> 
         optimizer.set_weights(build.initial_weights(engine.model, spec.model, spec.train.seed, span_of))
 
 
-def train_steps(model: str, layout: str, steps: int, evaluates: bool = False) -> Trace:
-    """Train. With `evaluates`, a batch is evaluated after each step."""
+def train_steps(model: str, layout: str, steps: int, evaluates: Sequence[int] = ()) -> Trace:
+    """Train. After the steps of `evaluates`, a batch is evaluated."""
     spec = spec_of(model, layout)
     with drawing_alike(spec):
         return _train(model, spec, steps, evaluates)
 
 
-def _train(model: str, spec: RunSpec, steps: int, evaluates: bool) -> Trace:
+def _train(model: str, spec: RunSpec, steps: int, evaluates: Sequence[int]) -> Trace:
     mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
@@ -172,7 +173,7 @@ def _train(model: str, spec: RunSpec, steps: int, evaluates: bool) -> Trace:
         taken = take_step(engine, optimizer, share_of(batch, mesh), step=step, lr=spec.optim.lr)
         losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
         norms.append(float(taken.grad_norm))
-        if evaluates:
+        if step in evaluates:
             engine.evaluate(batch_of(model, 100 + step))
     return Trace(
         losses, norms, {name: whole(w).float().numpy(force=True).copy() for name, w in optimizer.weights().items()}

@@ -74,9 +74,9 @@ def test_what_does_not_fit_names_the_least_it_needs() -> None:
 
 
 def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> None:
-    """The fastest layout of the same model without them is FSDP or a pipeline."""
-    known, cluster = calibration(), parse_cluster("8xH100")
-    work = Work(resolve_model("llama2-7b"), 4096, 64)
+    """The fastest layout of the same model without them is a pipeline."""
+    known, cluster = calibration(), parse_cluster("4xp5.48xlarge")
+    work = Work(resolve_model("llama3-70b"), 4096, 64)
     free, captured = (
         search(each, cluster, known.stacks["argosy"], known, {}).best
         for each in (work, replace(work, captured_only=True))
@@ -102,15 +102,15 @@ def test_no_layout_is_offered_with_graphs_that_the_run_spec_refuses() -> None:
 @pytest.mark.parametrize("graph", ["auto", "on"])
 def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None:
     known, cluster = calibration(), parse_cluster("4xp5.48xlarge")
-    work = Work(resolve_model("llama3-70b"), 4096, 64, captured_only=graph == "on")
+    work = Work(resolve_model("llama3-70b", ["dropout=0.1"]), 32768, 64, captured_only=graph == "on")
     answer = search(work, cluster, known.stacks["argosy"], known, {})
     assert bool(answer.best) == (graph == "auto")
     fix = nothing_found(work, cluster, {}, found("gpt3-175b", "1xH100", 8, 2048)).fix
-    assert str(fix).startswith("parallel.graph=auto, which allows dp_shard") == (graph == "on")
+    assert str(fix).startswith("parallel.graph=auto, which allows pp, ep") == (graph == "on")
 
 
 @pytest.mark.parametrize(
-    ("fixed", "is_cause"), [({"pp": 2}, True), ({"zero": 3}, True), ({"copies": 2}, True), ({"ep": 2}, False), ({"tp": 3}, False)]
+    ("fixed", "is_cause"), [({"pp": 2}, True), ({"copies": 2, "micro_batch": 4}, True), ({"ep": 2}, False), ({"tp": 3}, False)]
 )  # fmt: skip
 def test_a_layout_that_only_graphs_rule_out_is_told_so(fixed: dict[str, object], is_cause: bool) -> None:
     known, cluster = calibration(), parse_cluster("8xH100")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from argosy.config.counts import count_parameters
-from argosy.config.layout import check_world, describe_layout
+from argosy.config.layout import check_world, describe_layout, uncapturable
 from argosy.config.schema import RunSpec
 from argosy.measure.rank_steps import RankStep, effort_of, ranks_asked, require_room, run_ranks
 from argosy.parallel.precision import choose_precision
@@ -120,7 +120,7 @@ class RehearsedJob:
             f"median of {self.steps} steps; collectives move nothing",
             "",
             *_table(self.rows),
-            *_waits(self.rows),
+            *_waits(self.rows, can_capture=not self.replayed and uncapturable(spec) is None),
             "",
             *(_UNKNOWN if self.step is None else self.step.lines()),
             *(
@@ -220,7 +220,7 @@ def _table(rows: Sequence[RankRow]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
 
 
-def _waits(rows: Sequence[RankRow]) -> list[str]:
+def _waits(rows: Sequence[RankRow], *, can_capture: bool) -> list[str]:
     """Say if the GPU waited for this machine's host."""
     most = max(rows, key=lambda row: row.waiting)
     if most.waiting < _WAITING:
@@ -228,6 +228,7 @@ def _waits(rows: Sequence[RankRow]) -> list[str]:
     return [
         f"the GPU waited for this machine's host in {most.waiting:.0%} of the step of rank {most.measured.rank}; a larger parallel.micro_batch or "
         "less parallel.tp gives it more to do for each kernel that is launched"
+        + (", and parallel.graph=on launches all kernels of a pass at once" if can_capture else "")
     ]
 
 

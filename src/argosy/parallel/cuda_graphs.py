@@ -10,7 +10,7 @@ launch-bound, and nothing is captured. A graph keeps the memory of its pass. If 
 graphs are released and the evaluation runs again (`CudaGraphs.beside`). Several ranks could not agree on that, since one of them may wait
 for the others in a collective: they drop their graphs before an evaluation, and capture them anew after it, unless they were hardly used.
 
-A pass may have collectives, those of tensor and context parallelism. NCCL wants a collective to be captured by all of its ranks or by none,
+A pass may have collectives, those of FSDP, tensor and context parallelism. NCCL wants a collective to be captured by all of its ranks or by none,
 and every rank to replay it, so ranks agree before they replay a new graph (`tell_all`). A communicator is created by its first collective,
 which cannot be captured: nothing is captured in the first step. NCCL destroys no communicator that a graph uses: `release_graphs` comes
 before the end of the process group.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.compat.failed_capture import end_failed_capture
+from argosy.errors import ArgosyError
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.capture_turn import CAPTURE_TURN
 
@@ -81,15 +82,17 @@ class CudaGraphs:
         always: bool = False,
         timings: int = 1,
         tell_all: Callable[[Any], list[Any]] = _alone,
+        cut_short: str | None = None,
     ) -> None:
         """Args:
         generators: returns those that the pass draws from with `draw_from`, besides the default one.
         always: capture the pass even if it is not launch-bound.
         timings: steps whose first pass is timed. A rank is launch-bound if it is in all of them: one may have been held up.
         tell_all: gathers what all ranks have to say, in the order of ranks. All of them call it, at the same pass.
+        cut_short: why no pass can be launched after one that ended midway, as a capture may; None if passes can.
         """
         self._run, self._device, self._generators = run, device, generators
-        self._timings, self._tell_all = timings, tell_all
+        self._timings, self._tell_all, self._cut_short = timings, tell_all, cut_short
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._steps, self._recorded, self._always = 0, 0, always
         # Passes replayed by the graphs that there are. So far: passes replayed and launched, and captures that were tried.
@@ -228,6 +231,14 @@ class CudaGraphs:
             return True
         if recording is not None:
             recording.release()
+        if self._cut_short is not None:
+            raise ArgosyError(
+                "device.no-graph",
+                f"the pass cannot be captured as a CUDA graph ({why}), and {self._cut_short}",
+                key="parallel.graph",
+                value="on",
+                fix="parallel.graph=off; if memory is what lacks, a graph needs more of it than launched passes do",
+            )
         # No graph runs at the moment: a capture begins by waiting for the device.
         self.release(f"no CUDA graph is used: the pass cannot be captured ({why})")
         self._hand(before)

@@ -22,7 +22,7 @@ from argosy.parallel import cuda_graphs
 from argosy.parallel.cp import input_cut
 from argosy.parallel.cuda_graphs import CudaGraphs, Inputs
 from argosy.parallel.engine import Result, ignore_phase
-from argosy.parallel.fsdp import reduce_copies
+from argosy.parallel.fsdp import FSDP_CUT_SHORT, free_gathered, reduce_copies
 from argosy.parallel.graph_trial import GraphTrial
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
@@ -54,8 +54,8 @@ class DataParallel:
         """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound and steps become shorter; with
         "on", always. It has to be the same on all ranks.
 
-        The collectives of tensor and context parallelism are part of a pass. The sums of gradients over replicas are not: they run beside
-        the step's last pass if it is launched, and after it if it is replayed. Passes of FSDP cannot be captured."""
+        The collectives of FSDP, tensor and context parallelism are part of a pass. The sums of gradients over replicas are not: they run
+        beside the step's last pass if it is launched, and after it if it is replayed."""
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
@@ -71,6 +71,7 @@ class DataParallel:
             self._graphs = CudaGraphs(
                 self._run_micro, model.parameters(), mesh.device, dropout.captured,
                 always=graph == "on", timings=_TIMINGS, tell_all=self._tell_all,
+                cut_short=FSDP_CUT_SHORT if mesh.has_fsdp else None,
             )  # fmt: skip
         if self._graphs is not None and graph == "auto":
             self._trial = GraphTrial(self._graphs, mesh.device)
@@ -114,6 +115,8 @@ class DataParallel:
     def _before_pass(self, last: bool) -> None:
         reduce_copies(self.model, last=last)
         self._is_last = last
+        if self._graphs is not None:
+            free_gathered(self.model)
 
     def _run_micro(self, inputs: Inputs, objective: Objective) -> Loss:
         if self._is_last and not cuda_graphs.is_capturing() and not self._owned_by_graph:

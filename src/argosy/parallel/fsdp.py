@@ -32,6 +32,9 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import local
 
+# FSDP notes which weights are gathered, and waits for events of the pass that has not ended.
+FSDP_CUT_SHORT = "with dp_shard no pass can follow one that ended midway"
+
 
 def apply_fsdp(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, parallel: ParallelSpec, precision: str
@@ -98,6 +101,12 @@ def reduce_copies(model: nn.Module, *, last: bool) -> None:
     """Make the next backward pass sum the shards of gradients over a sharded model's copies (HSDP) if it is the step's last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass has left gathered: a captured pass has to gather them itself."""
+    for unit in units(model):
+        unit.reshard()
 
 
 def reduce_nothing(model: nn.Module, *, reshard: bool) -> None:

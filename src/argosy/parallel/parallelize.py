@@ -139,8 +139,8 @@ def graph_refusal(spec: RunSpec, precision: str, device: torch.device) -> str | 
         return "parallel.graph is off"
     if (found := uncapturable(spec)) is not None:
         return found.why
-    if parallel.graph == "auto" and parallel.tp * parallel.cp > 1:
-        return "a pass has collectives with tp and cp, which only parallel.graph=on captures"
+    if parallel.graph == "auto" and parallel.dp_shard * parallel.tp * parallel.cp > 1:
+        return "a pass has collectives with dp_shard, tp and cp, which only parallel.graph=on captures"
     if masks_vary(spec):
         from argosy.parallel.attention_cases import attention_backends
 

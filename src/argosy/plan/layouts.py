@@ -68,7 +68,7 @@ class Layout:
     @property
     def is_capturable(self) -> bool:
         """True if a pass can be captured as a CUDA graph: nothing in it is decided by the host."""
-        return self.gpus == 1 or (self.zero == 0 and self.pp == self.ep == 1)
+        return self.pp == self.ep == 1
 
     @property
     def shards(self) -> int:
@@ -144,7 +144,7 @@ class Work:
     `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
     other frameworks' models. `rule` is the optimiser, `rule_keys` its keys in the run spec. `reduced` is bytes of a gradient element while it is
     reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: passes may
-    run as CUDA graphs, if the stack supports it (`replays`); `captured_only`: they have to, and with tp and cp they may too.
+    run as CUDA graphs, if the stack supports it (`replays`); `captured_only`: they have to, and with FSDP, tp and cp they may too.
     """
 
     model: ModelSpec
@@ -171,7 +171,8 @@ class Work:
     def can_capture(self, layout: Layout) -> bool:
         """Return whether passes of the layout can be captured as CUDA graphs, if something asks for it."""
         draws_again = self.model.dropout > 0 and layout.recompute != "none"
-        return layout.is_capturable and not draws_again
+        waits = layout.zero > 0 and layout.copies > 1 and self.micro_batches(layout) > 1
+        return layout.is_capturable and not draws_again and not waits
 
     def _loops_over_experts(self, layout: Layout) -> bool:
         """Return whether the host has to know how many rows each expert gets, because a GPU has no grouped matmul for them."""
@@ -182,7 +183,7 @@ class Work:
 
     def replays(self, layout: Layout) -> bool:
         """Return whether passes of the layout run as CUDA graphs, which take no host time."""
-        has_collectives = layout.tp * layout.cp > 1
+        has_collectives = layout.zero > 0 or layout.tp * layout.cp > 1
         can_capture = self.can_capture(layout) and not self._loops_over_experts(layout)
         return self.replayed and can_capture and (self.captured_only or not has_collectives)
 

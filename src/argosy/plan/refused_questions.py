@@ -51,9 +51,7 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         # Without them, each replica and tensor-parallel group holds all weights and their optimiser state.
         freer = (
-            "parallel.graph=auto, which allows dp_shard, pp, ep, and recompute with dropout; or "
-            if work.captured_only
-            else ""
+            "parallel.graph=auto, which allows pp, ep, and recompute with dropout; or " if work.captured_only else ""
         )
         return ArgosyError(
             "plan.does-not-fit",
