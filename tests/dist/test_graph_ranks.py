@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from argosy.config.schema import RunSpec
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.objective import Loss
@@ -89,9 +90,14 @@ def train_captured(
 @contextmanager
 def _recording(how: str) -> Iterator[list[object]]:
     tried: list[object] = []
+    refusal = parallelize.graph_refusal
+
+    def of_gpu(spec: RunSpec, precision: str, device: torch.device) -> str | None:
+        return refusal(spec, precision, torch.device("cuda"))
+
     with (
         nullcontext() if ON_GPU else recording_by_rerun(),
-        patch.object(parallelize, "graph_refusal", lambda *of: None),
+        patch.object(parallelize, "graph_refusal", of_gpu),
     ):
         record = cuda_graphs.record
 
@@ -184,7 +190,18 @@ def test_all_ranks_capture_a_pass_that_is_launch_bound_on_one(pool: Pool, layout
         require_same_bits(captured.trace, trace)
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_replicate=4 micro_batch=4"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2 micro_batch=8", "cp=2 dp_shard=2"])
+def test_a_launch_bound_pass_with_collectives_is_told_and_not_captured(pool: Pool, layout: str) -> None:
+    found: list[Any] = run(pool, "llama", layout, train_timed, [0.0, 1.1, 0.0, 0.0], steps=STEPS)
+    for captured, trace in zip(found, run(pool, "llama", layout, steps=STEPS), strict=True):
+        assert (captured.tried, captured.replays) == (0, False)
+        [news] = captured.news
+        assert news.startswith("step is launch-bound (")
+        assert news.endswith("per pass): parallel.graph=on would capture a pass as a CUDA graph, with its collectives")
+        require_same_bits(captured.trace, trace)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_replicate=4 micro_batch=4", "dp_shard=2"])
 def test_nothing_is_captured_where_no_rank_is_launch_bound(pool: Pool, layout: str) -> None:
     found: list[Any] = run(pool, "llama", layout, train_timed, [0.0] * 8, steps=STEPS)
     for captured, trace in zip(found, run(pool, "llama", layout, steps=STEPS), strict=True):

@@ -17,7 +17,7 @@ from argosy.config.schema import ParallelSpec
 from argosy.model.objective import Loss, Objective
 from argosy.parallel import cuda_graphs as replay
 from argosy.parallel import mesh
-from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass
+from argosy.parallel.cuda_graphs import CudaGraphs, GraphMode, Inputs, Pass
 from argosy.parallel.single import SingleDevice
 from argosy.supervise.world import World
 from parallel.recordings import Rerun, recording_by_rerun
@@ -166,7 +166,7 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(recorded: list[object]
 def test_all_passes_but_those_of_the_first_step_are_captured_if_asked(recorded: list[object], micros: int) -> None:
     """Without a pass that is timed. The first step makes the communicators."""
     model = Model()
-    replays = CudaGraphs(model.learn, model.parameters(), CPU, always=True)
+    replays = CudaGraphs(model.learn, model.parameters(), CPU, mode="on")
     with patch.object(replay, "_TAIL", 0.0):
         for number in range(4):
             assert len(recorded) == (0 if number < 2 else min(micros, 2))
@@ -282,13 +282,13 @@ def test_a_rank_is_launch_bound_if_the_host_is_the_limit_in_every_step_that_is_t
     assert replays.wanted is (told != [None])
 
 
-@pytest.mark.parametrize(("always", "steps", "given_up"), [(False, 2, True), (True, 2, False), (False, 6, False)])
+@pytest.mark.parametrize(("mode", "steps", "given_up"), [("auto", 2, True), ("on", 2, False), ("auto", 6, False)])
 def test_graphs_that_are_dropped_too_often_to_pay_are_not_captured_again(
-    always: bool, steps: int, given_up: bool, recorded: list[object], monkeypatch: pytest.MonkeyPatch
+    mode: GraphMode, steps: int, given_up: bool, recorded: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     model = Model()
-    replays = CudaGraphs(model.learn, model.parameters(), CPU, always=always)
+    replays = CudaGraphs(model.learn, model.parameters(), CPU, mode=mode)
     step(model, replays, 0, 4)
     step(model, replays, 1, 4)
     replays.take_news()

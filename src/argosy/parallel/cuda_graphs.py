@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -36,6 +36,9 @@ T = TypeVar("T")
 Inputs = dict[str, Tensor]
 # Adds to the gradients.
 Pass = Callable[[Inputs, Objective], Loss]
+# What is done with passes: captured if they are launch-bound, always captured, never captured, or if they are launch-bound the user is told
+# that they could be captured.
+GraphMode = Literal["auto", "on", "off", "advise"]
 
 # A pass is launch-bound if the GPU finishes within this fraction of the pass after the host. In training the host launches more than
 # this pass, and other work may slow it down: a host that takes nearly as long as the GPU would then be the slower one.
@@ -45,6 +48,11 @@ _MOST = 4
 # A capture takes the host about as long as a launched pass, of which a replay saves at least a quarter. Graphs that are dropped after fewer
 # replays each, so many times in a row, are not captured again.
 _PAYS, _WASTED = 10, 3
+# What a user hears of a launch-bound step.
+_NEWS: dict[GraphMode, str] = {
+    "auto": "capturing a CUDA graph; parallel.graph=off disables it",
+    "advise": "parallel.graph=on would capture a pass as a CUDA graph, with its collectives",
+}
 
 
 def _alone(found: Any) -> list[Any]:
@@ -79,14 +87,13 @@ class CudaGraphs:
         device: torch.device,
         generators: Callable[[torch.device], list[torch.Generator]] = lambda device: [],
         *,
-        always: bool = False,
+        mode: GraphMode = "auto",
         timings: int = 1,
         tell_all: Callable[[Any], list[Any]] = _alone,
         cut_short: str | None = None,
     ) -> None:
         """Args:
         generators: returns those that the pass draws from with `draw_from`, besides the default one.
-        always: capture the pass even if it is not launch-bound.
         timings: steps whose first pass is timed. A rank is launch-bound if it is in all of them: one may have been held up.
         tell_all: gathers what all ranks have to say, in the order of ranks. All of them call it, at the same pass.
         cut_short: why no pass can be launched after one that ended midway, as a capture may; None if passes can.
@@ -94,7 +101,7 @@ class CudaGraphs:
         self._run, self._device, self._generators = run, device, generators
         self._timings, self._tell_all, self._cut_short = timings, tell_all, cut_short
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._steps, self._recorded, self._always = 0, 0, always
+        self._steps, self._recorded, self._mode = 0, 0, mode
         # Passes replayed by the graphs that there are. So far: passes replayed and launched, and captures that were tried.
         self._replays = self.replayed = self.launched = self.captures = 0
         # How many times in a row the graphs were dropped before their captures had paid.
@@ -108,7 +115,7 @@ class CudaGraphs:
         # The recording that made the current gradients.
         self._begun: Recording | None = None
         # None: not known yet.
-        self.wanted: bool | None = True if always else None
+        self.wanted: bool | None = True if mode == "on" else None
         # Messages for the user.
         self._news: list[str] = []
         _live.add(self)
@@ -154,7 +161,7 @@ class CudaGraphs:
         if self._recorded:
             self._wasted = self._wasted + 1 if self._replays < _PAYS * self._recorded else 0
         self._free()
-        if self._wasted == _WASTED and self.wanted and not self._always:
+        if self._wasted == _WASTED and self.wanted and self._mode != "on":
             self.release(
                 f"no CUDA graph is used from here on: evaluations, samples of text or scores of tasks come so often that a pass is replayed "
                 f"fewer than {_PAYS} times before it is captured again; parallel.graph=on captures it all the same"
@@ -206,11 +213,9 @@ class CudaGraphs:
         # Ranks wait for the slowest host among them.
         bound = self._tell_all(min(always) if len(always) == self._timings else None)
         slowest = max((each for each in bound if each is not None), default=None)
-        self.wanted = slowest is not None
+        self.wanted = slowest is not None and self._mode != "advise"
         if slowest is not None:
-            self._news.append(
-                f"step is launch-bound ({slowest:.0f} ms of host time per pass): capturing a CUDA graph; parallel.graph=off disables it"
-            )
+            self._news.append(f"step is launch-bound ({slowest:.0f} ms of host time per pass): {_NEWS[self._mode]}")
         return loss
 
     def _record(self, known: dict[object, Recording], key: object, inputs: Inputs, objective: Objective) -> bool:

@@ -20,7 +20,7 @@ from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
 from argosy.parallel import cuda_graphs
 from argosy.parallel.cp import input_cut
-from argosy.parallel.cuda_graphs import CudaGraphs, Inputs
+from argosy.parallel.cuda_graphs import CudaGraphs, GraphMode, Inputs
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import FSDP_CUT_SHORT, free_gathered, reduce_copies
 from argosy.parallel.graph_trial import GraphTrial
@@ -49,10 +49,10 @@ class DataParallel:
         dropout: DropoutSeeds,
         *,
         z_loss: float,
-        graph: str = "off",
+        graph: GraphMode = "off",
     ) -> None:
         """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound and steps become shorter; with
-        "on", always. It has to be the same on all ranks.
+        "on", always; with "advise" the user is told if they are launch-bound. It has to be the same on all ranks.
 
         The collectives of FSDP, tensor and context parallelism are part of a pass. The sums of gradients over replicas are not: they run
         beside the step's last pass if it is launched, and after it if it is replayed."""
@@ -70,7 +70,7 @@ class DataParallel:
         if graph != "off":
             self._graphs = CudaGraphs(
                 self._run_micro, model.parameters(), mesh.device, dropout.captured,
-                always=graph == "on", timings=_TIMINGS, tell_all=self._tell_all,
+                mode=graph, timings=_TIMINGS, tell_all=self._tell_all,
                 cut_short=FSDP_CUT_SHORT if mesh.has_fsdp else None,
             )  # fmt: skip
         if self._graphs is not None and graph == "auto":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from argosy.config.layout import uncapturable
 from argosy.config.schema import RunSpec
 from argosy.model.build import build_model
-from argosy.parallel.cuda_graphs import first_problem
+from argosy.parallel.cuda_graphs import GraphMode, first_problem
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision, choose_precision
@@ -71,7 +71,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
     materialise(model, mesh.device, weights, frozen=frozen)
     dropout = DropoutSeeds(model, seed)
-    graph = parallel.graph if all_graph_refusal(spec, precision, mesh) is None else "off"
+    graph = _graph_mode(spec, precision, mesh)
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import make_pipeline
 
@@ -111,6 +111,16 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     model._apply(allocated)
+
+
+def _graph_mode(spec: RunSpec, precision: str, mesh: Mesh) -> GraphMode:
+    if all_graph_refusal(spec, precision, mesh) is None:
+        return spec.parallel.graph
+    if spec.parallel.graph == "auto":
+        asked = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"graph": "on"})})
+        if all_graph_refusal(asked, precision, mesh) is None:
+            return "advise"
+    return "off"
 
 
 def all_graph_refusal(spec: RunSpec, precision: str, mesh: Mesh) -> str | None:

@@ -24,7 +24,7 @@ from argosy.data.samples.windows import Batch
 from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective
 from argosy.model.ops.fp8 import weights_rounded_once
-from argosy.parallel.cuda_graphs import CudaGraphs
+from argosy.parallel.cuda_graphs import CudaGraphs, GraphMode
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.shards import norm_of
 from argosy.parallel.trace_ranges import BACKWARD, FORWARD, traced
@@ -44,7 +44,7 @@ class SingleDevice:
         micro_batch: int,
         device: torch.device,
         z_loss: float = 0.0,
-        graph: str = "off",
+        graph: GraphMode = "off",
     ) -> None:
         """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound; with "on", always."""
         self.model, self.device = model, device
@@ -54,9 +54,7 @@ class SingleDevice:
         self._run_micro = self._micro_batches.forward_backward_micro
         self._graphs: CudaGraphs | None = None
         if graph != "off":
-            self._graphs = CudaGraphs(
-                self._run_micro, model.parameters(), device, dropout.captured, always=graph == "on"
-            )
+            self._graphs = CudaGraphs(self._run_micro, model.parameters(), device, dropout.captured, mode=graph)
 
     def place(self, batch: Batch) -> Batch:
         return self._micro_batches.place(batch)
