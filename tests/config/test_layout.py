@@ -107,7 +107,7 @@ def test_experts_elsewhere_are_compiled_or_recomputed_but_not_both() -> None:
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        (["micro_batch=1", "dp_shard=2", "dp_replicate=2"], "parallel.micro_batch 1: "),
+        (["dp_replicate=2", "dp_shard=2"], "parallel.dp_replicate 2: "),
         (["dp_shard=2", "ep=2"], "parallel.ep 2: "),
         (["pp=2"], "parallel.pp 2: "),
         (["compile=block"], "parallel.compile block: "),
@@ -126,11 +126,7 @@ def test_graphs_that_are_asked_for_are_refused_with_what_cannot_be_captured(keys
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        "dp_replicate=2 tp=2 sp=false cp=3",
-        "dp_shard=4 micro_batch=1 tp=2 sp=false",
-        "dp_shard=2 dp_replicate=2 micro_batch=6",
-    ],
+    ["dp_replicate=2 tp=2 sp=false cp=3", "dp_shard=4 tp=2 sp=false", "dp_shard=2 cp=3"],
 )
 def test_graphs_of_data_tensor_and_context_parallelism_are_taken(keys: str) -> None:
     assert spec_of("graph=on", *keys.split()).parallel.graph == "on"

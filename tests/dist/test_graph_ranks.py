@@ -58,7 +58,6 @@ LAYOUTS = [
     ("llama", "dp_shard=2 tp=2 recompute=full", 2),
     ("llama", "dp_shard=2 cp=2", 2),
     ("t5", "dp_shard=4 micro_batch=4", 1),
-    ("llama", "dp_shard=2 dp_replicate=2 micro_batch=4", 1),
     ("moe", "dp_shard=2 tp=2 sp=false train.precision=bf16 model.moe.ffn=32", 2),
 ]
 
@@ -463,4 +462,5 @@ def test_all_ranks_end_where_a_capture_fails_midway_in_a_pass_of_fsdp(pool: Pool
         assert code == "device.no-graph"
         assert cause.endswith("out of memory), and with dp_shard no pass can follow one that ended midway")
         assert ("(rank 1: out of memory)" in cause) or how == "not to the end"
-    pool.run(2, resets)
+    if how == "not on the last rank":
+        assert pool.run(2, resets) == [1, 0]

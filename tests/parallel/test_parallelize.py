@@ -19,7 +19,7 @@ from argosy.model.build import initial_weights
 from argosy.model.objective import Objective
 from argosy.model.ops import hopper
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.parallelize import graph_refusal, parallelize
+from argosy.parallel.parallelize import graph_mode, graph_refusal, parallelize
 from argosy.plan.advise import work_of
 from argosy.plan.own_layout import layout_of
 
@@ -178,38 +178,49 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("keys", "captured"),
+    ("keys", "mode"),
     [
-        ([], True),
-        (["data.document_mask=true"], True),
-        (["data.document_mask=true", "data.seq_len=1000"], False),
-        (["data.task=prefix-lm"], False),
-        (["model.dropout=0.1"], True),
-        (["model.dropout=0.1", "parallel.recompute=selective"], False),
-        (["parallel.graph=off"], False),
-        (["parallel.graph=on"], True),
-        (["parallel.dp_replicate=2"], True),
-        (["parallel.tp=2"], False),
-        (["parallel.cp=2"], False),
-        (["parallel.graph=on", "parallel.tp=2", "parallel.dp_replicate=2"], True),
-        (["parallel.graph=on", "parallel.cp=2", "data.document_mask=true"], False),
-        (["parallel.pp=2"], False),
-        (["parallel.dp_shard=2"], False),
-        (["parallel.graph=on", "parallel.dp_shard=2"], True),
-        (["parallel.graph=on", "parallel.dp_shard=2", "parallel.dp_replicate=2"], True),
-        (["parallel.graph=auto", "parallel.dp_shard=2", "parallel.dp_replicate=2", "parallel.micro_batch=1"], False),
-        (["parallel.compile=block"], False),
-        (["parallel.dp_replicate=2", "model.dropout=0.1", "parallel.recompute=full"], False),
+        ([], "auto"),
+        (["data.document_mask=true"], "auto"),
+        (["data.document_mask=true", "data.seq_len=1000"], None),
+        (["data.task=prefix-lm"], None),
+        (["model.dropout=0.1"], "auto"),
+        (["model.dropout=0.1", "parallel.recompute=selective"], None),
+        (["parallel.graph=off"], None),
+        (["parallel.graph=on"], "on"),
+        (["parallel.dp_replicate=2"], "auto"),
+        (["parallel.tp=2"], "advise"),
+        (["parallel.cp=2"], "advise"),
+        (["parallel.graph=on", "parallel.tp=2", "parallel.dp_replicate=2"], "on"),
+        (["parallel.graph=on", "parallel.cp=2", "data.document_mask=true"], None),
+        (["parallel.pp=2"], None),
+        (["parallel.dp_shard=2"], "advise"),
+        (["parallel.graph=on", "parallel.dp_shard=2"], "on"),
+        (["parallel.dp_shard=2", "parallel.dp_replicate=2"], None),
+        (["parallel.compile=block"], None),
+        (["parallel.dp_replicate=2", "model.dropout=0.1", "parallel.recompute=full"], None),
+        (["model=moe-3.5b-a1.1b"], "auto"),
+        (["model=moe-3.5b-a1.1b", "parallel.dp_shard=2", "parallel.ep=2"], None),
+        # A GPU has no grouped matmul for these.
+        (["model=moe-3.5b-a1.1b", "model.moe.ffn=1020"], None),
+        (
+            ["model=moe-3.5b-a1.1b", "model.moe.ffn=1032", "parallel.graph=on", "parallel.tp=2", "parallel.sp=false"],
+            None,
+        ),
+        (["model=moe-3.5b-a1.1b", "train.precision=fp32", "parallel.graph=on", "parallel.dp_shard=2"], None),
+        (["model=moe-3.5b-a1.1b", "train.precision=fp16", "parallel.graph=on"], None),
+        (["model=moe-3.5b-a1.1b", "train.precision=fp8", "parallel.graph=on"], "on"),
     ],
 )
 def test_passes_are_captured_where_a_replay_has_the_same_bits(
-    keys: list[str], captured: bool, monkeypatch: pytest.MonkeyPatch
+    keys: list[str], mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents do where Argosy's own kernels read them. The planner takes the same passes to be captured, but for those with documents."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
     needed = ["model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3"]
     spec = resolve(None, [*needed, *keys]).spec
-    assert (graph_refusal(spec, "bf16", torch.device("cuda")) is None) == captured
+    precision = "bf16" if spec.train.precision == "auto" else spec.train.precision
+    assert graph_mode(spec, graph_refusal(spec, precision, torch.device("cuda"))) == mode
     planned = work_of(spec).replays(layout_of(spec.parallel))
-    assert planned == (captured and not spec.data.document_mask)
+    assert planned == (mode in ("auto", "on") and not spec.data.document_mask)

@@ -82,9 +82,10 @@ def test_a_run_that_asks_for_graphs_gets_only_layouts_that_can_be_captured() -> 
         for each in (work, replace(work, captured_only=True))
     )
     assert free
-    assert not free[0].layout.is_capturable
+    assert free[0].layout.pp > 1
     assert captured
-    assert all(candidate.layout.is_capturable for candidate in captured)
+    assert all(candidate.layout.pp == candidate.layout.copies == 1 for candidate in captured)
+    assert captured[0].layout.zero == 3
 
 
 def test_no_layout_is_offered_with_graphs_that_the_run_spec_refuses() -> None:
@@ -110,7 +111,7 @@ def test_what_fits_only_without_graphs_is_told_to_do_without(graph: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("fixed", "is_cause"), [({"pp": 2}, True), ({"copies": 2, "micro_batch": 4}, True), ({"ep": 2}, False), ({"tp": 3}, False)]
+    ("fixed", "is_cause"), [({"pp": 2}, True), ({"copies": 2}, True), ({"ep": 2}, False), ({"tp": 3}, False)]
 )  # fmt: skip
 def test_a_layout_that_only_graphs_rule_out_is_told_so(fixed: dict[str, object], is_cause: bool) -> None:
     known, cluster = calibration(), parse_cluster("8xH100")

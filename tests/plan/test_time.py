@@ -51,7 +51,7 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     [
         (Layout(dp=2), ["auto", "on"]), (Layout(tp=2, sp=True), ["on"]), (Layout(cp=2), ["on"]), (Layout(dp=2, tp=2), ["on"]),
         (Layout(dp=2, zero=3), ["on"]), (Layout(dp=2, zero=3, tp=2), ["on"]),
-        (Layout(dp=4, zero=3, copies=2), []), (Layout(dp=4, zero=3, copies=2, micro_batch=2), ["on"]), (Layout(pp=2), []),
+        (Layout(dp=4, zero=3, copies=2), []), (Layout(pp=2), []),
         (Layout(dp=2, zero=3, ep=2), []), (Layout(dp=2, recompute="full"), ["auto", "on"]),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from argosy.config.origins import Origins
-from argosy.config.pipeline import check_pipeline, micro_batches
+from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
@@ -113,10 +113,9 @@ def uncapturable(spec: RunSpec) -> Uncapturable | None:
         return Uncapturable("pp", parallel.pp, "a pipeline's messages are between the passes of its schedule", 1)
     if parallel.ep > 1:
         return Uncapturable("ep", parallel.ep, "the host has to know how many rows each expert gets", 1)
-    batch = spec.train.global_batch
-    if parallel.dp_shard > 1 and parallel.dp_replicate > 1 and micro_batches(spec, batch) > 1:
-        why = "with dp_shard and dp_replicate, gradients of a step's first passes wait in FSDP for those of its last"
-        return Uncapturable("micro_batch", parallel.micro_batch, why, batch // parallel.data_parallel)
+    if parallel.dp_shard > 1 and parallel.dp_replicate > 1:
+        why = "with dp_shard, sums of a step's first passes wait in FSDP for its last, to be summed over replicas"
+        return Uncapturable("dp_replicate", parallel.dp_replicate, why, 1)
     if spec.model.dropout > 0 and parallel.recompute != "none":
         why = "with dropout, a block that is run again needs the random numbers of its first run"
         return Uncapturable("recompute", parallel.recompute, why, "none")

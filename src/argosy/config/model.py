@@ -15,6 +15,7 @@ from argosy.config.units import Count, Depth, Fraction, Multiple, NotNegative, P
 ROPE_THETA = 10_000.0
 # A GPU's grouped matmul of experts is for bf16 and widths that are multiples of this: it reads rows in units of 16 bytes.
 GROUPED_MULTIPLE = 8
+NEEDS_ROWS = f"the host has to know how many rows each expert gets, except in bf16 with widths that are multiples of {GROUPED_MULTIPLE}"
 
 
 class Section(BaseModel):
@@ -319,6 +320,14 @@ class ModelSpec(Section):
         """Return the rows of the output head's matmul on `tp` tensor-parallel ranks together."""
         each = self.vocab_multiple * tp
         return -(-self.vocab_size // each) * each
+
+    def loops_over_experts(self, precision: str, tp: int) -> bool:
+        """Return whether a GPU has no grouped matmul for the experts, so that the host has to know how many rows each gets."""
+        if self.moe is None:
+            return False
+        # The experts of an 8-bit model are computed in bf16.
+        widths = self.hidden, self.moe.ffn // tp
+        return precision not in ("bf16", "fp8") or any(width % GROUPED_MULTIPLE for width in widths)
 
     @property
     def gated(self) -> bool:

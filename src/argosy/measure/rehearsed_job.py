@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from argosy.config.counts import count_parameters
-from argosy.config.layout import check_world, describe_layout, uncapturable
+from argosy.config.layout import check_world, describe_layout
 from argosy.config.schema import RunSpec
 from argosy.measure.rank_steps import RankStep, effort_of, ranks_asked, require_room, run_ranks
+from argosy.parallel.parallelize import graph_mode, graph_refusal
 from argosy.parallel.precision import choose_precision
 from argosy.plan.auto import cluster_of
 from argosy.plan.hardware import Cluster, gpu_of_device, parse_cluster
@@ -87,6 +88,8 @@ class RehearsedJob:
     rows: tuple[RankRow, ...]
     replayed: bool
     step: MeasuredStep | None
+    # Whether passes, launched one by one by default, could be captured.
+    can_capture: bool
     # The GPU of the job's cluster, if it is another one than the device here.
     elsewhere: str | None = None
 
@@ -120,7 +123,7 @@ class RehearsedJob:
             f"median of {self.steps} steps; collectives move nothing",
             "",
             *_table(self.rows),
-            *_waits(self.rows, can_capture=not self.replayed and uncapturable(spec) is None),
+            *_waits(self.rows, can_capture=self.can_capture),
             "",
             *(_UNKNOWN if self.step is None else self.step.lines()),
             *(
@@ -161,6 +164,7 @@ def rehearse_job(
     nodes = job_cluster(spec, cluster, name)
     if not ignore_memory:
         require_room(spec, plan, ranks, device)
+    can_capture = graph_mode(spec, graph_refusal(spec, precision, device)) == "advise"
     if world_size > 1 and spec.parallel.graph == "auto":
         # Here the clock would tell of sums of gradients that take no time.
         spec = with_graphs(spec, nodes is not None and plan.replays(nodes))
@@ -187,6 +191,7 @@ def rehearse_job(
         steps=steps,
         rows=rows,
         replayed=replayed,
+        can_capture=can_capture,
         step=None if nodes is None else plan.step({one.stage: one.compute for one in measured}, nodes),
         elsewhere=None if nodes is None or nodes.gpu == gpu else nodes.gpu.name,
     )

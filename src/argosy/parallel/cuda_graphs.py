@@ -36,9 +36,9 @@ T = TypeVar("T")
 Inputs = dict[str, Tensor]
 # Adds to the gradients.
 Pass = Callable[[Inputs, Objective], Loss]
-# What is done with passes: captured if they are launch-bound, always captured, never captured, or if they are launch-bound the user is told
-# that they could be captured.
-GraphMode = Literal["auto", "on", "off", "advise"]
+# What is done with passes: they are captured if they are launch-bound, captured always, or launched one by one, and if they are launch-bound
+# the user is told that they could be captured.
+GraphMode = Literal["auto", "on", "advise"]
 
 # A pass is launch-bound if the GPU finishes within this fraction of the pass after the host. In training the host launches more than
 # this pass, and other work may slow it down: a host that takes nearly as long as the GPU would then be the slower one.
@@ -94,6 +94,7 @@ class CudaGraphs:
     ) -> None:
         """Args:
         generators: returns those that the pass draws from with `draw_from`, besides the default one.
+        mode: what is done with passes.
         timings: steps whose first pass is timed. A rank is launch-bound if it is in all of them: one may have been held up.
         tell_all: gathers what all ranks have to say, in the order of ranks. All of them call it, at the same pass.
         cut_short: why no pass can be launched after one that ended midway, as a capture may; None if passes can.
@@ -242,7 +243,7 @@ class CudaGraphs:
                 f"the pass cannot be captured as a CUDA graph ({why}), and {self._cut_short}",
                 key="parallel.graph",
                 value="on",
-                fix="parallel.graph=off; if memory is what lacks, a graph needs more of it than launched passes do",
+                fix="parallel.graph=auto, or a smaller parallel.micro_batch if memory ran out",
             )
         # No graph runs at the moment: a capture begins by waiting for the device.
         self.release(f"no CUDA graph is used: the pass cannot be captured ({why})")

@@ -22,7 +22,7 @@ from argosy.parallel import cuda_graphs
 from argosy.parallel.cp import input_cut
 from argosy.parallel.cuda_graphs import CudaGraphs, GraphMode, Inputs
 from argosy.parallel.engine import Result, ignore_phase
-from argosy.parallel.fsdp import FSDP_CUT_SHORT, free_gathered, reduce_copies
+from argosy.parallel.fsdp import FSDP_CUT_SHORT, free_gathered, reduce_copies, units
 from argosy.parallel.graph_trial import GraphTrial
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
@@ -49,10 +49,10 @@ class DataParallel:
         dropout: DropoutSeeds,
         *,
         z_loss: float,
-        graph: GraphMode = "off",
+        graph: GraphMode | None = None,
     ) -> None:
         """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound and steps become shorter; with
-        "on", always; with "advise" the user is told if they are launch-bound. It has to be the same on all ranks.
+        "on", always; with "advise" the user is told if they are launch-bound; None: launched one by one. It has to be the same on all ranks.
 
         The collectives of FSDP, tensor and context parallelism are part of a pass. The sums of gradients over replicas are not: they run
         beside the step's last pass if it is launched, and after it if it is replayed."""
@@ -64,10 +64,10 @@ class DataParallel:
         self._data_rank = mesh.data_rank
         # Whether the next pass is the last of its step.
         self._is_last = False
-        # None: kernels are launched one by one.
+        self._units = units(model) if mesh.has_fsdp else []
         self._graphs: CudaGraphs | None = None
         self._trial: GraphTrial | None = None
-        if graph != "off":
+        if graph is not None:
             self._graphs = CudaGraphs(
                 self._run_micro, model.parameters(), mesh.device, dropout.captured,
                 mode=graph, timings=_TIMINGS, tell_all=self._tell_all,
@@ -115,8 +115,8 @@ class DataParallel:
     def _before_pass(self, last: bool) -> None:
         reduce_copies(self.model, last=last)
         self._is_last = last
-        if self._graphs is not None:
-            free_gathered(self.model)
+        if self.uses_cuda_graph:
+            free_gathered(self._units)
 
     def _run_micro(self, inputs: Inputs, objective: Objective) -> Loss:
         if self._is_last and not cuda_graphs.is_capturing() and not self._owned_by_graph:

@@ -103,9 +103,9 @@ def reduce_copies(model: nn.Module, *, last: bool) -> None:
         model.set_requires_all_reduce(last)
 
 
-def free_gathered(model: nn.Module) -> None:
+def free_gathered(all_units: Iterable[FSDPModule]) -> None:
     """Free the weights that a forward pass without a backward pass has left gathered: a captured pass has to gather them itself."""
-    for unit in units(model):
+    for unit in all_units:
         unit.reshard()
 
 

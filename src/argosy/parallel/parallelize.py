@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.layout import uncapturable
+from argosy.config.model import NEEDS_ROWS
 from argosy.config.schema import RunSpec
 from argosy.model.build import build_model
 from argosy.parallel.cuda_graphs import GraphMode, first_problem
@@ -71,7 +72,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
     materialise(model, mesh.device, weights, frozen=frozen)
     dropout = DropoutSeeds(model, seed)
-    graph = _graph_mode(spec, precision, mesh)
+    graph = graph_mode(spec, all_graph_refusal(spec, precision, mesh))
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import make_pipeline
 
@@ -113,14 +114,16 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     model._apply(allocated)
 
 
-def _graph_mode(spec: RunSpec, precision: str, mesh: Mesh) -> GraphMode:
-    if all_graph_refusal(spec, precision, mesh) is None:
-        return spec.parallel.graph
-    if spec.parallel.graph == "auto":
-        asked = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"graph": "on"})})
-        if all_graph_refusal(asked, precision, mesh) is None:
-            return "advise"
-    return "off"
+def graph_mode(spec: RunSpec, why_not: str | None) -> GraphMode | None:
+    """Return what is done with passes, given why they cannot be captured. None: their kernels are launched one by one.
+
+    Collectives in a graph are not in the flight recorder, so passes that have some are captured only if the user asks for it.
+    """
+    parallel = spec.parallel
+    if why_not is not None or parallel.graph == "off":
+        return None
+    has_collectives = parallel.dp_shard * parallel.tp * parallel.cp > 1
+    return "advise" if parallel.graph == "auto" and has_collectives else parallel.graph
 
 
 def all_graph_refusal(spec: RunSpec, precision: str, mesh: Mesh) -> str | None:
@@ -149,8 +152,8 @@ def graph_refusal(spec: RunSpec, precision: str, device: torch.device) -> str | 
         return "parallel.graph is off"
     if (found := uncapturable(spec)) is not None:
         return found.why
-    if parallel.graph == "auto" and parallel.dp_shard * parallel.tp * parallel.cp > 1:
-        return "a pass has collectives with dp_shard, tp and cp, which only parallel.graph=on captures"
+    if spec.model.loops_over_experts(precision, parallel.tp):
+        return NEEDS_ROWS
     if masks_vary(spec):
         from argosy.parallel.attention_cases import attention_backends
 

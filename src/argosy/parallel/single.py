@@ -44,7 +44,7 @@ class SingleDevice:
         micro_batch: int,
         device: torch.device,
         z_loss: float = 0.0,
-        graph: GraphMode = "off",
+        graph: GraphMode | None = None,
     ) -> None:
         """With `graph` "auto", passes are captured as CUDA graphs and replayed if they are launch-bound; with "on", always."""
         self.model, self.device = model, device
@@ -53,7 +53,7 @@ class SingleDevice:
         self._micro_batches = MicroBatches(model, dropout, size=micro_batch, device=device)
         self._run_micro = self._micro_batches.forward_backward_micro
         self._graphs: CudaGraphs | None = None
-        if graph != "off":
+        if graph is not None:
             self._graphs = CudaGraphs(self._run_micro, model.parameters(), device, dropout.captured, mode=graph)
 
     def place(self, batch: Batch) -> Batch:

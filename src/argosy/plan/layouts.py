@@ -15,7 +15,7 @@ from argosy.config.counts import (
     training_flops_per_token,
 )
 from argosy.config.fp8_rules import fp8_micro_batch, fp8_refusal
-from argosy.config.model import GROUPED_MULTIPLE, ModelSpec, Section
+from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED, rank_of_stage, split_layers
@@ -64,11 +64,6 @@ class Layout:
     def ends(self, stage: int) -> tuple[bool, bool]:
         """Return whether a stage has the embedding, and whether it has the output head."""
         return stage == 0, stage == (0 if self.schedule in V_SHAPED else self.pp - 1)
-
-    @property
-    def is_capturable(self) -> bool:
-        """True if a pass can be captured as a CUDA graph: nothing in it is decided by the host."""
-        return self.pp == self.ep == 1
 
     @property
     def shards(self) -> int:
@@ -169,22 +164,16 @@ class Work:
     ramp_divisor: int = 0
 
     def can_capture(self, layout: Layout) -> bool:
-        """Return whether passes of the layout can be captured as CUDA graphs, if something asks for it."""
+        """Return whether a run that asks for CUDA graphs may have the layout: the rules of `config.layout.uncapturable`."""
         draws_again = self.model.dropout > 0 and layout.recompute != "none"
-        waits = layout.zero > 0 and layout.copies > 1 and self.micro_batches(layout) > 1
-        return layout.is_capturable and not draws_again and not waits
-
-    def _loops_over_experts(self, layout: Layout) -> bool:
-        """Return whether the host has to know how many rows each expert gets, because a GPU has no grouped matmul for them."""
-        if self.model.moe is None:
-            return False
-        widths = self.model.hidden, self.model.moe.ffn // layout.expert_tp
-        return self.precision == "fp32" or any(width % GROUPED_MULTIPLE for width in widths)
+        sums_late = layout.zero > 0 and layout.copies > 1
+        return layout.pp == layout.ep == 1 and not draws_again and not sums_late
 
     def replays(self, layout: Layout) -> bool:
         """Return whether passes of the layout run as CUDA graphs, which take no host time."""
         has_collectives = layout.zero > 0 or layout.tp * layout.cp > 1
-        can_capture = self.can_capture(layout) and not self._loops_over_experts(layout)
+        loops = self.model.loops_over_experts(self.precision, layout.expert_tp)
+        can_capture = self.can_capture(layout) and not loops
         return self.replayed and can_capture and (self.captured_only or not has_collectives)
 
     @property

@@ -49,7 +49,6 @@ def nothing_found(work: Work, cluster: Cluster, fixed: dict[str, object], found:
         need, state = found.nearest.fullest.device, least_state_bytes(work.model, work.rule) / GIB
         least = ceil(state / (FOR_STATE * cluster.gpu.memory))
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
-        # Without them, each replica and tensor-parallel group holds all weights and their optimiser state.
         freer = (
             "parallel.graph=auto, which allows pp, ep, and recompute with dropout; or " if work.captured_only else ""
         )

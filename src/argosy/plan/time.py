@@ -332,7 +332,5 @@ def _once(
         what = "copies"
     elif layout.zero == 0 and "replicas" in stack.overlaps:
         what = "replicas"
-    # Replicas are summed after a replayed pass; FSDP's sums over copies are part of it.
-    waits = layout.zero == 0 and replays(work, layout, stack)
-    hidden = 0.0 if waits else known.hidden(stack, what)
+    hidden = 0.0 if replays(work, layout, stack) else known.hidden(stack, what)
     return max(0.0, exchanged - hidden * backward), optimiser

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from argosy.compat import grouped_mm
-from argosy.config.model import GROUPED_MULTIPLE
+from argosy.config.model import GROUPED_MULTIPLE, NEEDS_ROWS
 from argosy.model.ops.matmul import now_or_later, summed
 from argosy.model.ops.operators import operator
 
@@ -97,8 +97,6 @@ OPERATIONS = frozenset({product_loop, outer_loop})
 
 def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the host has to know how many rows each expert gets, except in bf16 with widths that are multiples of {GROUPED_MULTIPLE}"
-        )
+        raise RuntimeError(NEEDS_ROWS)
     ends: list[int] = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
