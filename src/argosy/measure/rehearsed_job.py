@@ -173,15 +173,6 @@ def rehearse_job(
     plan = RankPlan.of(with_graphs(spec, replayed), precision)
     gpu = None if name is None else gpu_of_device(name)
     here = None if gpu is None else parse_cluster(f"{world_size}x{gpu.name}")
-    rows = tuple(
-        RankRow(
-            measured=one,
-            planned=None if here is None else plan.compute(one.stage, here, launches=False),
-            memory=plan.memory(one.stage),
-            on_gpu=device.type == "cuda",
-        )
-        for one in measured
-    )
     return RehearsedJob(
         spec=spec,
         device=name or "cpu",
@@ -189,12 +180,17 @@ def rehearse_job(
         micro_batches=plan.micro_batches,
         micro_batches_run=effort.micro_batches,
         steps=steps,
-        rows=rows,
+        rows=tuple(_row(one, plan, here, device) for one in measured),
         replayed=replayed,
         can_capture=can_capture,
         step=None if nodes is None else plan.step({one.stage: one.compute for one in measured}, nodes),
         elsewhere=None if nodes is None or nodes.gpu == gpu else nodes.gpu.name,
     )
+
+
+def _row(measured: RankStep, plan: RankPlan, here: Cluster | None, device: torch.device) -> RankRow:
+    planned = None if here is None else plan.compute(measured.stage, here, launches=False)
+    return RankRow(measured, planned, plan.memory(measured.stage), on_gpu=device.type == "cuda")
 
 
 def job_cluster(spec: RunSpec, asked: str | None, device_name: str | None) -> Cluster | None:
