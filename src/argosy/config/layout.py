@@ -114,7 +114,7 @@ def uncapturable(spec: RunSpec) -> Uncapturable | None:
     if parallel.ep > 1:
         return Uncapturable("ep", parallel.ep, "the host has to know how many rows each expert gets", 1)
     if parallel.dp_shard > 1 and parallel.dp_replicate > 1:
-        why = "with dp_shard, sums of a step's first passes wait in FSDP for its last, to be summed over replicas"
+        why = "with dp_shard, FSDP keeps the gradients of a step's passes until the last of them sums these over the replicas"
         return Uncapturable("dp_replicate", parallel.dp_replicate, why, 1)
     if spec.model.dropout > 0 and parallel.recompute != "none":
         why = "with dropout, a block that is run again needs the random numbers of its first run"

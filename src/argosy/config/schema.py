@@ -303,8 +303,9 @@ class ParallelSpec(Section):
     graph: Literal["auto", "on", "off"] = Field(
         "auto",
         description="CUDA graph: capture the kernels of a pass once and launch them together; needs a GPU, compile off, no dropout with "
-        "recompute, no pp or ep, no dp_shard beside dp_replicate, and document masks only where Argosy's own kernels read them. auto: if the step is launch-bound, without dp_shard, tp "
-        "and cp, and of several GPUs if steps become shorter. on: always, with the collectives of dp_shard, tp and cp too. off: launch kernels one by one",
+        "recompute, no pp or ep, no dp_shard together with dp_replicate, and document masks only where Argosy's own kernels read them. auto: if "
+        "the step is launch-bound, without dp_shard, tp and cp, and of several GPUs if steps become shorter. on: always, with the "
+        "collectives of dp_shard, tp and cp too. off: launch kernels one by one",
     )
 
     @property

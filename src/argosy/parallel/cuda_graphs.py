@@ -242,7 +242,7 @@ class CudaGraphs:
                 "device.no-graph",
                 f"the pass cannot be captured as a CUDA graph ({why}), and {self._cut_short}",
                 key="parallel.graph",
-                value="on",
+                value=self._mode,
                 fix="parallel.graph=auto, or a smaller parallel.micro_batch if memory ran out",
             )
         # No graph runs at the moment: a capture begins by waiting for the device.

@@ -64,7 +64,7 @@ class DataParallel:
         self._data_rank = mesh.data_rank
         # Whether the next pass is the last of its step.
         self._is_last = False
-        self._units = units(model) if mesh.has_fsdp else []
+        self._units = units(model)
         self._graphs: CudaGraphs | None = None
         self._trial: GraphTrial | None = None
         if graph is not None:

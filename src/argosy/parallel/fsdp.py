@@ -32,7 +32,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import local
 
-# FSDP notes which weights are gathered, and waits for events of the pass that has not ended.
+# In the next pass, FSDP would wait for events of the one that has not ended, and take weights to be gathered that are not.
 FSDP_CUT_SHORT = "with dp_shard no pass can follow one that ended midway"
 
 

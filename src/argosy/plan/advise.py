@@ -325,11 +325,9 @@ def work_of(
 
 
 def _may_replay(spec: RunSpec, precision: str) -> bool:
-    # Experts have a grouped matmul in bf16 only, and a step in fp16 is planned as one in bf16.
-    launched = (
-        spec.parallel.compile != "off" or masks_vary(spec) or (spec.model.moe is not None and precision == "fp16")
-    )
-    return spec.parallel.graph != "off" and not launched
+    # Asked here too, since a step in fp16 is planned as one in bf16.
+    loops = spec.model.loops_over_experts(precision, spec.parallel.tp)
+    return not (spec.parallel.graph == "off" or spec.parallel.compile != "off" or masks_vary(spec) or loops)
 
 
 def _tokens_of(spec: RunSpec, epoch_samples: int | None = None) -> int | None:
