@@ -386,7 +386,7 @@ class Machine:
             inline_asm_elementwise=_assembly, static_range=range, convert_layout=lambda x, _: x, max=_reduce(np.max), sum=_reduce(np.sum),
             minimum=lambda a, b: Number(min(a, b)), maximum=lambda a, b: tensor(np.maximum(a, b)), arange=lambda a, b, _: tensor(np.arange(a, b)),
             zeros=lambda shape, *_: tensor(np.zeros(shape, np.float32)), full=lambda shape, value, *_: tensor(np.full(shape, value)),
-            zeros_like=lambda x: tensor(np.zeros_like(x)), where=lambda *x: tensor(np.where(*x)),
+            multiple_of=lambda x, _: x, zeros_like=lambda x: tensor(np.zeros_like(x)), where=lambda *x: tensor(np.where(*x)),
             program_id=lambda _: Number(self.current.program), num_programs=lambda _: Number(self.programs),
         )  # fmt: skip
 

@@ -366,21 +366,27 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from argosy.model.ops.kernels import hopper_matmul
 
 kernel = hopper_matmul._gemm_beside
-forms = [(then, kind) for then in ("activation", "gradients") for kind in ("silu", "gelu_tanh")]
-for then, kind, biased in (*((*form, False) for form in forms), ("sum", None, False), ("sum", None, True)):
-    weights = {"activation": (128, 64), "gradients": (64, 256), "sum": (256, 64)}
-    described = {"a": (64, 64), "b": weights[then]} | ({"b_up": weights[then]} if then == "activation" else {})
+BF16, FP32 = "*bf16", "*fp32"
+# What follows, its kind, and the pointers beside the result's.
+forms = [("activation", "silu", dict(out_beside=BF16, out_last=BF16))]
+forms += [("gradients", "gelu_tanh", dict(out_beside=BF16, saved=BF16, saved_beside=BF16))]
+forms += [("sum", None, dict(saved=BF16)), ("sum", None, dict(saved=BF16, saved_beside=BF16)), ("product", None, {})]
+forms += [("heads", (4, size), dict(out_beside=BF16, out_last=BF16, saved=FP32, saved_beside=FP32)) for size in (64, 256)]
+for then, kind, pointers in forms:
+    weights = {"activation": (128, 64), "gradients": (64, 256)}.get(then, (256, 64))
+    described = {"a": (64, 64), "b": weights} | ({"b_up": weights} if then == "activation" else {})
     types = {name: f"tensordesc<bf16[{rows}, {columns}],{hopper_matmul._LAYOUT!r}>" for name, (rows, columns) in described.items()}
-    pointers = {"activation": ["out_up", "value"], "gradients": ["out_up", "gate_or_stream", "up_or_bias"], "sum": ["gate_or_stream"]}
-    pointers["sum"] += ["up_or_bias"] if biased else []
-    types |= dict.fromkeys(["out", *pointers[then]], "*bf16")
-    absent = [name for name in ("b_up", "gate_or_stream", "up_or_bias", "out_up", "value") if name not in types]
+    types |= {"out": BF16, **pointers}
+    absent = [name for name in ("b_up", "saved", "saved_beside", "out_beside", "out_last") if name not in types]
     constants = dict.fromkeys(absent) | {"KIND": kind, "THEN": then}
     signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
-    source = GluonASTSource(kernel, signature, constexprs=constants)
+    known = [n for n, name in enumerate(kernel.arg_names) if str(types.get(name)).startswith("*") or name == "width"]
+    attributes = {(n,): [["tt.divisibility", 16]] for n in known}
+    source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     # Two workers, each with three loops of steps of four instructions.
     assert made.asm["cubin"] and made.asm["ptx"].count("wgmma.mma_async") >= 2 * 3 * 4
+    assert made.asm["ptx"].count("st.global.v4") >= 2 * 2, f"{then}: no wide stores"
 print("compiled")
 """
 

@@ -176,6 +176,7 @@ class Given:
     weight: Tensor
     bias: Tensor | None
     fuses: bool = False
+    plain: bool = True
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 
-from argosy.model.ops.kernels import hopper_matmul
+from argosy.model.ops.kernels import hopper_finish, hopper_matmul
 from model.simulated_hopper import Fault, Machine, Matrix, Pointer, Slots
 
 Names = dict[str, Any]
@@ -22,7 +22,9 @@ Spoil = Callable[[Names], object]
 
 # In small: tokens of a worker, columns of a tile and of a block, the depth of a step, and tiles below each other.
 SMALL = {"_TOKENS": 4, "_COLUMNS": 16, "_BLOCK": 2, "_DEPTH": 4, "_BAND": 3}
-FORMS = ("activation", "gradients", "sum", "sum without a bias")
+FORMS = ("activation", "gradients", "sum", "sum without a bias", "heads", "product")
+# Query heads of a KV head, and the size of a head: half of one is a block of columns or several, and a whole one at most a tile.
+GROUP, HEADS = 3, (4, 8, 16)
 
 
 def sigmoid(x: Any) -> Any:
@@ -61,11 +63,32 @@ class Problem:
         def matrix(*shape: int) -> Any:
             return drawn.standard_normal(shape, np.float32)
 
+        self.head = HEADS[seed % len(HEADS)]
+        if form == "heads":
+            slots = (GROUP + 2) * self.head
+            self.width = width = -(-width // slots) * slots
         self.a, self.b, self.b_up = matrix(tokens, depth), matrix(width, depth), matrix(width, depth)
         self.saved = [matrix(tokens, width), matrix(width) if form == "sum" else matrix(tokens, width)]
+        # Rows of cos and sin.
+        self.rope_rows = int(drawn.integers(1, tokens + 1))
+        if form == "heads":
+            self.saved = [matrix(self.rope_rows, self.head // 2), matrix(self.rope_rows, self.head // 2)]
+
+    def heads(self, product: Any) -> list[Any]:
+        """Return queries, keys and values of a product, turned by the saved cos and sin."""
+        slots = product.reshape(self.tokens, -1, GROUP + 2, self.head)
+        cos, sin = (np.resize(table, (self.tokens, self.head // 2))[:, None, None] for table in self.saved)
+        first, second = slots[:, :, :-1, : self.head // 2], slots[:, :, :-1, self.head // 2 :]
+        turned = np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+        parts = turned[:, :, :GROUP], turned[:, :, GROUP], slots[:, :, -1]
+        return [part.reshape(self.tokens, -1) for part in parts]
 
     def results(self) -> list[Any]:
         product, first, second = self.a @ self.b.T, *self.saved
+        if self.form == "product":
+            return [product]
+        if self.form == "heads":
+            return self.heads(product)
         if self.form == "activation":
             up = self.a @ self.b_up.T
             return [product, up, value(product, None) * up]
@@ -81,18 +104,19 @@ def multiply(seed: int, problem: Problem, programs: int, spoil: Spoil = id) -> N
     expected = problem.results()
     outs = [Matrix(np.full(x.size, np.nan, np.float32)) for x in expected]
     machine = Machine(seed)
-    names = machine.namespace((hopper_matmul,))
+    names = machine.namespace((hopper_finish, hopper_matmul))
     names |= SMALL | {"activation_value": value, "activation_slope": slope, "_put": put}
     vars(names["gl"]).update(allocate_shared_memory=partial(with_blocks, names["gl"].allocate_shared_memory))
     spoil(names)
     saved = [Pointer(Matrix(x.ravel())) for x in problem.saved]
-    reads = {"activation": 0, "gradients": 2, "sum": 2, "sum without a bias": 1}[form]
+    reads = {"activation": 0, "gradients": 2, "sum": 2, "sum without a bias": 1, "heads": 2, "product": 0}[form]
+    kind = (GROUP, problem.head) if form == "heads" else None
     row_tiles, column_tiles = -(-problem.tokens // (2 * SMALL["_TOKENS"])), -(-problem.width // span)
     machine.run(
         names["_gemm_beside"], min(programs, row_tiles * column_tiles), Matrix(problem.a),
         Matrix(problem.b.T.copy() if form == "gradients" else problem.b), Matrix(problem.b_up),
         *[*saved[:reads], None, None][:2], *[*map(Pointer, outs), None, None][:3], row_tiles, column_tiles,
-        -(-problem.depth // SMALL["_DEPTH"]), problem.tokens, problem.width, None, then,
+        -(-problem.depth // SMALL["_DEPTH"]), problem.tokens, problem.width, problem.rope_rows, kind, then,
     )  # fmt: skip
     for found, right in zip(outs, expected, strict=True):
         if not (found.written == 1).all():

@@ -155,6 +155,8 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
+        # A kernel may multiply and apply rope. `argosy.parallel` forbids it where the backward pass does only the latter again.
+        self.fuses_rope = True
         # Query heads per KV head.
         self.group = spec.heads // spec.kv_heads
         self.qkv = Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.attention_bias)
@@ -166,7 +168,8 @@ class Attention(nn.Module):
         """Return the attention output [batch, seq, hidden], without the output projection's bias; or the sum of the residual stream, the
         output and the bias."""
         normed = self.q_norm is not None
-        q, k, v = project_heads(self.qkv, x, None if normed else context.rope, group=self.group, head_dim=self.head_dim)
+        rope, head_dim = None if normed else context.rope, self.head_dim
+        q, k, v = project_heads(self.qkv, x, rope, group=self.group, head_dim=head_dim, fused=self.fuses_rope)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if context.rope is not None:

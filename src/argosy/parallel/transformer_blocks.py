@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from argosy.compat import COSTLY_OPERATIONS, tell_compiler
 from argosy.config.seeds import derive_seed
 from argosy.model.attention import hide_pieces_from_compiler
-from argosy.model.layers import MLP, AttentionBlock
+from argosy.model.layers import MLP, Attention, AttentionBlock
 from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIONS
 from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
@@ -70,6 +70,8 @@ def recompute_block(block: nn.Module, how: str) -> None:
         for module in block.modules():
             if isinstance(module, MLP):
                 module.fuses_activation = False
+            elif isinstance(module, Attention):
+                module.fuses_rope = False
             elif isinstance(module, AttentionBlock):
                 module.fuses_sums = False
     block.forward = partial(_recomputed, block, block.forward, options | {"preserve_rng_state": draws})

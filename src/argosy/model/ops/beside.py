@@ -27,6 +27,14 @@ def is_loadable(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernels can multiply x [.., in] by a weight [out, in], and fill the GPU."""
+    if not may_serve(x) or weight.dtype != x.dtype or not is_loadable(weight):
+        return False
+    width, depth = weight.shape
+    return fits(x.device, x.numel() // depth, depth, width)
+
+
 @cache
 def _runs_on(device: torch.device) -> bool:
     return gluon_refusal(device) is None

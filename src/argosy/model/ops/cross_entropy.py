@@ -23,6 +23,7 @@ from torch import Tensor
 from argosy.compat import add_product, gradient_dtype, require_all
 from argosy.config.fp8_rules import FP8_ALIGNMENT
 from argosy.data.samples.masks import IGNORED
+from argosy.model.ops.beside import multiplies
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.matmul import added
 
@@ -143,7 +144,7 @@ def _head_loss(
     cross_entropy = torch.zeros((), device=hidden.device)
     for first in range(0, len(hidden), form.rows):
         part = slice(first, first + form.rows)
-        logits = torch.nn.functional.linear(hidden[part], weight, bias)
+        logits = logits_of(hidden[part], weight, bias)
         if form.gather is None:
             losses, ce = softmax_loss_(logits, labels[part], form.z_loss, any(wants), vocab)
         else:
@@ -158,6 +159,19 @@ def _head_loss(
         if d_bias is not None:
             d_bias += logits[:, :vocab].sum(0, dtype=torch.float32)
     return HeadLoss(total, cross_entropy, d_hidden, None if d_weight is None else d_weight[:vocab], d_bias)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return hidden weight^T + bias, for hidden [tokens, width] and weight [vocab, width].
+
+    Argosy's own kernel for Hopper writes a tile beside the next tile's matmul. Logits are large, and the width is short, so it is faster than
+    cuBLAS's. The bits are the same.
+    """
+    if bias is None and use_kernel(hidden) and multiplies(hidden, weight):
+        from argosy.model.ops.kernels.hopper_matmul import plain_product
+
+        return plain_product(hidden, weight)
+    return torch.nn.functional.linear(hidden, weight, bias)
 
 
 def hide_from_compiler() -> None:

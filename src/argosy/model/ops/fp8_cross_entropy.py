@@ -29,6 +29,7 @@ from argosy.model.ops.cross_entropy import (
     LossForm,
     gradient_of,
     joined_losses_,
+    logits_of,
     padded,
     require_known,
     row_parts,
@@ -121,7 +122,7 @@ def _chunk(
     *,
     summed: bool,
 ) -> _Chunk:
-    logits = F.linear(hidden, head, bias)
+    logits = logits_of(hidden, head, bias)
     if form.gather is None and not use_kernel(logits):
         require_known(labels, vocab)
     parts = row_parts(logits, labels, vocab, form.first)

@@ -13,6 +13,7 @@ from torch import Tensor
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import is_whole
 from argosy.model.ops.fp8_heads import Fp8Heads
+from argosy.model.ops.turned_heads import serves_heads, turned_heads
 
 # cos and sin, 32-bit.
 Rope = tuple[Tensor, Tensor]  # [1 or batch, seq, head_dim / 2] each
@@ -27,22 +28,27 @@ class Projection(Protocol):
     def weight(self) -> Tensor: ...
     @property
     def fuses(self) -> bool: ...
+    @property
+    def plain(self) -> bool: ...
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
 def project_heads(
-    qkv: Projection, x: Tensor, rope: Rope | None, *, group: int, head_dim: int
+    qkv: Projection, x: Tensor, rope: Rope | None, *, group: int, head_dim: int, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden].
 
     Args:
         group: query heads per KV head.
+        fused: the kernel that multiplies may apply rope.
     """
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
         if qkv.fuses and is_whole(x):
             q, k, v = Fp8Heads.apply(x, qkv.weight, bias, rope, group, head_dim)
             return q, k, v
+        if fused and qkv.plain and bias is None and rope is not None and serves_heads(x, qkv.weight, rope, head_dim):
+            return turned_heads(x, qkv.weight, rope, group, head_dim)
         from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
         # The matmul adds the bias at no cost. `SplitHeads` sums the bias gradient in its backward pass.
@@ -59,7 +65,8 @@ def split_heads(qkv: Tensor, rope: Rope | None, *, group: int, head_dim: int) ->
     else:
         # Queries and keys are next to each other, and turned together.
         turned = _turn(slots[:, :, :, :-1], rope[0][:, :, None, None], rope[1][:, :, None, None])
-        parts = (*turned.split((group, 1), dim=3), slots[:, :, :, -1:])
+        # A copy, or the values would keep the memory of what queries and keys were.
+        parts = (*turned.split((group, 1), dim=3), slots[:, :, :, -1:].clone())
     q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in parts)
     return q, k, v
 

@@ -1,4 +1,4 @@
-"""Split the fused query-key-value projection into its three parts and apply rope in the same pass.
+"""Split the fused query-key-value projection into its three parts and apply rope in the same pass. Without rope they stay where they are.
 
 The backward pass joins the three gradients, rotates them back and sums the bias gradient in one pass. The projection's columns
 are slots of one head each: for every KV head its queries, its key, its value.
@@ -35,27 +35,31 @@ def _turn(first, second, cos, sin, BACK: tl.constexpr):
 
 
 @triton.jit
-def _split(qkv, q, k, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr):
-    """Write rotated queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim]. Values stay where they are."""
-    # The head's place among the queries and keys of all groups.
+def _split(
+    qkv, q, k, v, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Write rotated queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim], and values as they are."""
     place = tl.program_id(1)
-    group = place // (GROUP + 1)
-    slot = place % (GROUP + 1)
+    group = place // (GROUP + 2)
+    slot = place % (GROUP + 2)
     token = tl.program_id(0) * R + tl.arange(0, R)
     dim = tl.arange(0, HALF)
     inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
     at = token.to(tl.int64)[:, None]
-    source = qkv + at * (kv_heads * (GROUP + 2) * 2 * HALF) + (group * (GROUP + 2) + slot) * 2 * HALF
+    source = qkv + at * (kv_heads * (GROUP + 2) * 2 * HALF) + place * 2 * HALF
     first = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-    angle = (token % table_rows)[:, None] * HALF + dim[None, :]
-    c = tl.load(cos + angle, mask=inside, other=0.0)
-    s = tl.load(sin + angle, mask=inside, other=0.0)
-    first, second = _turn(first, second, c, s, False)
+    if slot <= GROUP:
+        angle = (token % table_rows)[:, None] * HALF + dim[None, :]
+        c = tl.load(cos + angle, mask=inside, other=0.0)
+        s = tl.load(sin + angle, mask=inside, other=0.0)
+        first, second = _turn(first, second, c, s, False)
     if slot < GROUP:
         target = q + at * (kv_heads * GROUP * 2 * HALF) + (group * GROUP + slot) * 2 * HALF
-    else:
+    elif slot == GROUP:
         target = k + at * (kv_heads * 2 * HALF) + group * 2 * HALF
+    else:
+        target = v + at * (kv_heads * 2 * HALF) + group * 2 * HALF
     tl.store(target + dim[None, :], first.to(q.dtype.element_ty), mask=inside)
     tl.store(target + HALF + dim[None, :], second.to(q.dtype.element_ty), mask=inside)
 
@@ -164,22 +168,24 @@ def _join_rounded(
 
 
 def split(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values [batch, heads, seq, head_dim] of qkv [batch, seq, slots x head_dim]."""
+    """Return queries, keys and values [batch, heads, seq, head_dim] of qkv [batch, seq, slots x head_dim].
+
+    With rope none of them is a part of qkv, whose memory is then free."""
     qkv = qkv.contiguous()
     batch, seq, _ = qkv.shape
     slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
     kv_heads = slots.shape[2]
     q, k, v = slots.split((group, 1, 1), dim=3)
     if rope is None:
-        q, k = q.flatten(2, 3), k.flatten(2, 3)
+        q, k, v = (part.flatten(2, 3) for part in (q, k, v))
     else:
         q = torch.empty((batch, seq, kv_heads * group, head_dim), dtype=qkv.dtype, device=qkv.device)
-        k = torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-        _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 1))](
-            qkv, q, k, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
+        k, v = (torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+        _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 2))](
+            qkv, q, k, v, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
             num_warps=4,
         )  # fmt: skip
-    return q.transpose(1, 2), k.transpose(1, 2), v.flatten(2, 3).transpose(1, 2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def join(

@@ -1,6 +1,7 @@
 """Matmuls on Hopper, with what follows a product computed beside the next tile's matmul.
 
-What follows is the activation of a gated MLP ("activation"), or its gradients ("gradients"), or the sum with the residual stream ("sum").
+`hopper_finish` has what follows: the activation of a gated MLP, or its gradients, the sum with the residual stream, heads that rope turns, or
+nothing but the writing.
 
 A program is persistent and has a multiprocessor to itself. One warp loads tiles of both factors into a ring buffer in shared memory. Two
 workers of four warps each have 64 tokens and 256 columns of the product. A worker puts a complete product into shared memory in 16 bits. It
@@ -27,15 +28,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from argosy.model.ops.kernels.activation_kernel import activation_slope, activation_value
+from argosy.model.ops.kernels.hopper_finish import (
+    _BLOCK,
+    _COLUMNS,
+    _TOKENS,
+    _WORKERS,
+    _finish,
+    _saved_block,
+)
 from argosy.model.ops.kernels.hopper_forward import _LAYOUT, _fetch
 from argosy.model.ops.matmul import processors
 
-# Tokens of a worker, columns of a tile, and how much of the factors' common dimension a step multiplies.
-_TOKENS, _COLUMNS, _DEPTH = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
-_WORKERS, _STAGES = gl.constexpr(2), gl.constexpr(3)
-# Columns that are finished beside one step.
-_BLOCK = gl.constexpr(32)
+# How much of the factors' common dimension a step multiplies, and stages of the ring.
+_DEPTH, _STAGES = gl.constexpr(64), gl.constexpr(3)
 # Tiles below each other that are worked on at the same time: a square of as many tiles as there are multiprocessors loads least.
 _BAND = gl.constexpr(16)
 
@@ -102,65 +107,6 @@ def _put(x, here, first, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _block_place(block, row, column, form, WORKER: gl.constexpr, SPAN: gl.constexpr):
-    """Return the places of the elements of a block of a worker's product, and which of them exist."""
-    PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // _BLOCK, _BLOCK // 8], [4, 1], [1, 0])
-    height, width = form
-    rows = (row * _WORKERS + WORKER) * _TOKENS + gl.arange(0, _TOKENS, gl.SliceLayout(1, PLACES))
-    columns = column * SPAN + block * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, PLACES))
-    at = rows.to(gl.int64)[:, None] * width + columns[None, :]
-    return at, (rows < height)[:, None] & (columns < width)[None, :]
-
-
-@gluon.jit
-def _saved_block(block, row, column, saved, form, WORKER: gl.constexpr, THEN: gl.constexpr):
-    """Return a block of gate and up that the forward pass has saved, or of the stream."""
-    first = 0
-    second = 0
-    if THEN != "activation":
-        at, inside = _block_place(block, row, column, form, WORKER, _COLUMNS)
-        first = gl.load(saved[0] + at, mask=inside, other=0.0)
-        if THEN == "gradients":
-            second = gl.load(saved[1] + at, mask=inside, other=0.0)
-    return first, second
-
-
-@gluon.jit
-def _with_bias(total, bias, block, column, form):
-    """Return a block of the sum with the bias of its columns."""
-    columns = column * _COLUMNS + block * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(0, total.type.layout))
-    return total + gl.load(bias + columns, mask=columns < form[1], other=0.0).to(gl.float32)[None, :]
-
-
-@gluon.jit
-def _finish(
-    block, row, column, here, inputs, saved, outs, form, WORKER: gl.constexpr, KIND: gl.constexpr, THEN: gl.constexpr
-):  # fmt: skip
-    """Compute what follows a block of a complete product, and write it."""
-    SPAN: gl.constexpr = _COLUMNS // 2 if THEN == "activation" else _COLUMNS
-    first = WORKER * (_COLUMNS // _BLOCK) + block
-    at, inside = _block_place(block, row, column, form, WORKER, SPAN)
-    product = here.index(first).load(at.type.layout)
-    if THEN == "activation":
-        up = here.index(first + SPAN // _BLOCK).load(at.type.layout)
-        gl.store(outs[0] + at, product, mask=inside)
-        gl.store(outs[1] + at, up, mask=inside)
-        value = activation_value(product.to(gl.float32), KIND) * up.to(gl.float32)
-        gl.store(outs[2] + at, value.to(gl.bfloat16), mask=inside)
-    elif THEN == "gradients":
-        d = product.to(gl.float32)
-        gate = inputs[0].to(gl.float32)
-        d_gate = d * inputs[1].to(gl.float32) * activation_slope(gate, KIND)
-        gl.store(outs[0] + at, d_gate.to(gl.bfloat16), mask=inside)
-        gl.store(outs[1] + at, (d * activation_value(gate, KIND)).to(gl.bfloat16), mask=inside)
-    else:
-        total = inputs[0].to(gl.float32) + product.to(gl.float32)
-        if saved[1] is not None:
-            total = _with_bias(total, saved[1], block, column, form)
-        gl.store(outs[0] + at, total.to(gl.bfloat16), mask=inside)
-
-
-@gluon.jit
 def _multiply(total, stage, phase, ring, WORKER: gl.constexpr, THEN: gl.constexpr):
     """Begin a step of the matmul, and wait for the step before."""
     a_here, b_here, full, _ = ring
@@ -186,7 +132,7 @@ def _worker(
     # The tile of the product before. There is none at first: nothing past the last row is read or written.
     late_row = row_tiles
     late_column = 0
-    inputs = _saved_block(0, late_row, late_column, saved, form, WORKER, THEN)
+    inputs = _saved_block(0, late_row, late_column, (0, 0), saved, form, WORKER, KIND, THEN)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
         row, column = _place(tile, row_tiles, column_tiles)
         total = gl.zeros([_TOKENS, _COLUMNS], gl.float32, PRODUCT)
@@ -195,9 +141,8 @@ def _worker(
             if block > 0:
                 mbarrier.arrive(free.index(late_stage), count=1)
             _finish(block, late_row, late_column, here, inputs, saved, outs, form, WORKER, KIND, THEN)
-            inputs = _saved_block(
-                block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, THEN
-            )
+            next_row = gl.where(block + 1 < BLOCKS, late_row, row_tiles)
+            inputs = _saved_block(block + 1, next_row, late_column, inputs, saved, form, WORKER, KIND, THEN)
             late_stage = stage
             stage, phase = _next(stage, phase)
             for _ in range(1, pace):
@@ -210,7 +155,7 @@ def _worker(
             mbarrier.arrive(free.index(late_stage), count=1)
             late_stage = stage
             stage, phase = _next(stage, phase)
-        inputs = _saved_block(0, row, column, saved, form, WORKER, THEN)
+        inputs = _saved_block(0, row, column, (0, 0), saved, form, WORKER, KIND, THEN)
         total = warpgroup_mma_wait(0, deps=[total])
         mbarrier.arrive(free.index(late_stage), count=1)
         _put(total.to(gl.bfloat16), here, WORKER * (_COLUMNS // _BLOCK), _COLUMNS)
@@ -218,15 +163,14 @@ def _worker(
         late_column = column
     for block in range(BLOCKS):
         _finish(block, late_row, late_column, here, inputs, saved, outs, form, WORKER, KIND, THEN)
-        inputs = _saved_block(
-            block + 1, gl.where(block + 1 < BLOCKS, late_row, row_tiles), late_column, saved, form, WORKER, THEN
-        )
+        next_row = gl.where(block + 1 < BLOCKS, late_row, row_tiles)
+        inputs = _saved_block(block + 1, next_row, late_column, inputs, saved, form, WORKER, KIND, THEN)
 
 
 @gluon.jit
 def _gemm_beside(
-    a, b, b_up, gate_or_stream, up_or_bias, out, out_up, value, row_tiles, column_tiles, steps, height, width, KIND: gl.constexpr,
-    THEN: gl.constexpr,
+    a, b, b_up, saved, saved_beside, out, out_beside, out_last, row_tiles, column_tiles, steps, height, width, rope_rows,
+    KIND: gl.constexpr, THEN: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK * 2, element_bitwidth=16, rank=2)
     B_SHAPE: gl.constexpr = [_STAGES, _DEPTH, _COLUMNS] if THEN == "gradients" else [_STAGES, _COLUMNS, _DEPTH]
@@ -241,9 +185,9 @@ def _gemm_beside(
     fence_async_shared()
     ring = (a_here, b_here, full, free)
     sizes = (row_tiles, column_tiles, steps)
-    saved = (gate_or_stream, up_or_bias)
-    outs = (out, out_up, value)
-    form = (height, width)
+    saved = (saved, saved_beside)
+    outs = (out, out_beside, out_last)
+    form = (height, width, rope_rows)
     gl.warp_specialize([
         (_worker, (ring, here, saved, outs, sizes, form, 0, KIND, THEN)),
         (_worker, (ring, here, saved, outs, sizes, form, 1, KIND, THEN)),
@@ -277,22 +221,54 @@ def add_product(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
     return out
 
 
+def plain_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight^T, for x [tokens, in] and weight [out, in]."""
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    factor = _described(weight, _COLUMNS.value, _DEPTH.value)
+    _launch(x, _COLUMNS.value, (factor, None), (None, None), (out, None, None), None, "product")
+    return out
+
+
+def product_heads(
+    x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor], group: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [tokens, heads x head_dim] and keys [tokens, kv_heads x head_dim], both turned, and values, for x [tokens, in].
+
+    The rows of the weight are slots of one head each: for every KV head its `group` query heads, its key, its value.
+
+    Args:
+        rope: cos and sin [rows, head_dim / 2]. Tokens use the rows in turn."""
+    kv_heads = len(weight) // ((group + 2) * head_dim)
+    widths = (kv_heads * group * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    q, k, v = (torch.empty((len(x), width), dtype=x.dtype, device=x.device) for width in widths)
+    factor, kind = _described(weight, _COLUMNS.value, _DEPTH.value), (group, head_dim)
+    _launch(
+        x, _COLUMNS.value, (factor, None), rope, (q, k, v), kind, "heads", width=len(weight), rope_rows=len(rope[0])
+    )
+    return q, k, v
+
+
 def _launch(
     a: Tensor, span: int, factors: Sequence[TensorDescriptor | None], saved: Sequence[Tensor | None],
-    outs: tuple[Tensor, Tensor | None, Tensor | None], kind: str | None, then: str,
+    outs: tuple[Tensor, Tensor | None, Tensor | None], kind: str | tuple[int, int] | None, then: str, *, width: int | None = None,
+    rope_rows: int = 0,
 ) -> None:  # fmt: skip
     """Multiply a and the factors, `span` columns of each at a time.
 
     Args:
-        saved: what the kernel reads beside: gate and up, or the stream and a bias."""
-    tokens, width = outs[0].shape
+        saved: what the kernel reads beside: gate and up, the stream and a bias, or cos and sin.
+        kind: the activation, or the size of a group of query heads and of a head.
+        width: the columns of the product, if they are not those of the first result.
+        rope_rows: the rows of cos and sin."""
+    tokens = len(a)
+    width = outs[0].shape[1] if width is None else width
     steps = triton.cdiv(a.shape[1], _DEPTH.value)
     if steps < span // _BLOCK.value:
         raise ValueError(f"{steps} steps cannot have {span // _BLOCK.value} blocks of columns beside them")
     row_tiles, column_tiles = triton.cdiv(tokens, _WORKERS.value * _TOKENS.value), triton.cdiv(width, span)
     _gemm_beside[(min(processors(a.device), row_tiles * column_tiles),)](
         _described(a, _TOKENS.value, _DEPTH.value), *factors, *saved, *outs, row_tiles, column_tiles, steps, tokens,
-        width, kind, then, num_warps=4,
+        width, rope_rows, kind, then, num_warps=4,
     )  # fmt: skip
 
 
