@@ -188,7 +188,8 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     outer = layout.tp if layout.sp else 1
     stream = (10 if model.dropout else 8) * sizes.stream + 4 * sizes.latent
     key_value = sizes.query if stack.repeats_heads else sizes.key_value
-    projections = 2 * (2 * sizes.query + 2 * key_value)
+    # Queries, keys and values, and what attention writes. Norms of the heads keep queries and keys as they are before.
+    projections = 2 * (2 * sizes.query + 2 * key_value + (sizes.query + key_value) * model.qk_norm)
     inner = 2 * (3 if model.gated else 2)
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
     # Bytes per score: the softmax, and with dropout its mask and result as well.
