@@ -20,7 +20,7 @@ from argosy.config.resolve import resolve
 from argosy.data.synthetic import synthetic_batch
 from argosy.measure.device_clock import DeviceClock
 from argosy.measure.step_bench import start
-from argosy.model.layers import MLP, AttentionBlock
+from argosy.model.layers import MLP, Attention, AttentionBlock
 from argosy.train.device import prepare_device
 from argosy.train.step import take_step
 
@@ -29,7 +29,8 @@ FORMS: dict[str, dict[type[nn.Module], str]] = {
     "fused": {},
     "sums apart": {AttentionBlock: "fuses_sums"},
     "activation apart": {MLP: "fuses_activation"},
-    "both apart": {AttentionBlock: "fuses_sums", MLP: "fuses_activation"},
+    "rope apart": {Attention: "fuses_rope"},
+    "all apart": {AttentionBlock: "fuses_sums", MLP: "fuses_activation", Attention: "fuses_rope"},
 }
 
 

@@ -18,11 +18,11 @@ TINY = ["model.layers=1", "model.hidden=32", "model.heads=2", "model.vocab_size=
 def test_forms_run_in_turn_and_the_first_round_is_not_counted(
     rounds: int, counted: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, bool]] = []
     forward = Block.forward
 
     def record(self: Block, *given: Any) -> Any:
-        seen.append((self.fuses_sums, self.mlp.fuses_activation))
+        seen.append((self.fuses_sums, self.mlp.fuses_activation, self.attn.fuses_rope))
         return forward(self, *given)
 
     monkeypatch.setattr(Block, "forward", record)
@@ -30,7 +30,7 @@ def test_forms_run_in_turn_and_the_first_round_is_not_counted(
     words = ["gpt2", "--batch", "2", "--seq-len", "16", "--rounds", str(rounds), "--steps", "3", *TINY]
     monkeypatch.setattr(sys, "argv", ["step_forms.py", *words])
     step_forms.main()
-    forms = [(True, True), (False, True), (True, False), (False, False)]
+    forms = [(True, True, True), (False, True, True), (True, False, True), (True, True, False), (False, False, False)]
     assert seen == [form for form in forms for _ in range(4)] * rounds
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == list(step_forms.FORMS)
