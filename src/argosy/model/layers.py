@@ -168,8 +168,9 @@ class Attention(nn.Module):
         """Return the attention output [batch, seq, hidden], without the output projection's bias; or the sum of the residual stream, the
         output and the bias."""
         normed = self.q_norm is not None
-        rope, head_dim = None if normed else context.rope, self.head_dim
-        q, k, v = project_heads(self.qkv, x, rope, group=self.group, head_dim=head_dim, fused=self.fuses_rope)
+        q, k, v = project_heads(
+            self.qkv, x, None if normed else context.rope, group=self.group, head_dim=self.head_dim, apart=normed, fused=self.fuses_rope
+        )  # fmt: skip
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if context.rope is not None:

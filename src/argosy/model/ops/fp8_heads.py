@@ -26,6 +26,7 @@ class Fp8Heads(torch.autograd.Function):
         rope: tuple[Tensor, Tensor] | None,
         group: int,
         head_dim: int,
+        apart: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from argosy.model.ops.kernels.heads_kernel import split
 
@@ -34,7 +35,7 @@ class Fp8Heads(torch.autograd.Function):
         ctx.save_for_backward(x8.transposed, x8.scale, w8.transposed, w8.scale)
         ctx.weight = weight
         ctx.form = (x.shape, x.dtype, rope, group, None if bias is None else gradient_dtype(bias))
-        q, k, v = split(qkv.unflatten(0, x.shape[:-1]), rope, group, head_dim)
+        q, k, v = split(qkv.unflatten(0, x.shape[:-1]), rope, group, head_dim, apart)
         want(q)
         return q, k, v
 
@@ -51,4 +52,4 @@ class Fp8Heads(torch.autograd.Function):
         if wants_weight:
             factors = d8.transposed, x8t.t(), d8.scale, x_scale
             d_weight = now_or_later(ctx.weight, partial(scaled_product, factors, dtype))
-        return d_x, d_weight, sums, None, None, None
+        return d_x, d_weight, sums, None, None, None, None

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from argosy.model.ops.beside import may_serve
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import is_whole
 from argosy.model.ops.fp8_heads import Fp8Heads
@@ -34,41 +35,61 @@ class Projection(Protocol):
 
 
 def project_heads(
-    qkv: Projection, x: Tensor, rope: Rope | None, *, group: int, head_dim: int, fused: bool = True
+    qkv: Projection, x: Tensor, rope: Rope | None, *, group: int, head_dim: int, apart: bool = False, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden].
 
+    None of them is a part of memory that is kept for more than the three, in which rope or a copy would leave what nobody reads.
+
     Args:
         group: query heads per KV head.
+        apart: queries and keys will be copied, so values must not be a part of what has all three.
         fused: the kernel that multiplies may apply rope.
     """
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
         if qkv.fuses and is_whole(x):
-            q, k, v = Fp8Heads.apply(x, qkv.weight, bias, rope, group, head_dim)
+            q, k, v = Fp8Heads.apply(x, qkv.weight, bias, rope, group, head_dim, apart)
             return q, k, v
-        if fused and qkv.plain and bias is None and rope is not None and serves_heads(x, qkv.weight, rope, head_dim):
-            return turned_heads(x, qkv.weight, rope, group, head_dim)
+        # Whether the kernel can read x is asked first: reading a sharded weight takes time.
+        if fused and qkv.plain and bias is None and rope is not None and may_serve(x):
+            weight = qkv.weight
+            if serves_heads(x, weight, rope, head_dim):
+                return turned_heads(x, weight, rope, group, head_dim)
         from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
         # The matmul adds the bias at no cost. `SplitHeads` sums the bias gradient in its backward pass.
         product = qkv(x, None if bias is None else bias.detach())
-        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim)
+        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim, apart)
         return q, k, v
-    return split_heads(qkv(x, bias), rope, group=group, head_dim=head_dim)
+    return split_heads(qkv(x, bias), rope, group=group, head_dim=head_dim, apart=apart)
 
 
-def split_heads(qkv: Tensor, rope: Rope | None, *, group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    qkv: Tensor, rope: Rope | None, *, group: int, head_dim: int, apart: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
     if rope is None:
-        parts = slots.split((group, 1, 1), dim=3)
+        q, k, v = slots.split((group, 1, 1), dim=3)
     else:
         # Queries and keys are next to each other, and turned together.
         turned = _turn(slots[:, :, :, :-1], rope[0][:, :, None, None], rope[1][:, :, None, None])
-        # A copy, or the values would keep the memory of what queries and keys were.
-        parts = (*turned.split((group, 1), dim=3), slots[:, :, :, -1:].clone())
-    q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in parts)
-    return q, k, v
+        q, k = turned.split((group, 1), dim=3)
+        v = slots[:, :, :, -1:]
+    return heads_of(q, k, v, apart=apart or rope is not None)
+
+
+def heads_of(q: Tensor, k: Tensor, v: Tensor, *, apart: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the heads [batch, heads, seq, head_dim] in slots [batch, seq, kv_heads, slots, head_dim] of one tensor, or of two.
+
+    Several query heads of several KV heads are copied, since no stride goes through them. Then keys and values are copied too, and if `apart`
+    values in any case: as parts of a tensor they would keep all of it.
+    """
+    copied = q.shape[2] > 1 and q.shape[3] > 1
+    q, k, v = (part.flatten(2, 3) for part in (q, k, v))
+    k = k.contiguous() if copied else k
+    v = v.contiguous() if copied or apart else v
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

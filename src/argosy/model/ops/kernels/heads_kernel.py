@@ -1,4 +1,4 @@
-"""Split the fused query-key-value projection into its three parts and apply rope in the same pass. Without rope they stay where they are.
+"""Split the fused query-key-value projection into its three parts and apply rope in the same pass. Without rope no kernel runs.
 
 The backward pass joins the three gradients, rotates them back and sums the bias gradient in one pass. The projection's columns
 are slots of one head each: for every KV head its queries, its key, its value.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from argosy.compat import gradient_dtype
 from argosy.model.ops.fp8 import GRADIENT, Quantised
+from argosy.model.ops.heads import heads_of
 from argosy.model.ops.kernels.fp8_kernel import largest_of, room_for, scale_of, store_scaled, store_transposed
 from argosy.model.ops.kernels.row_sums_kernel import column_sums, sum_rows
 from argosy.model.ops.largest import SLOTS, noted
@@ -167,24 +168,24 @@ def _join_rounded(
         tl.store(at + HALF, tl.sum((e + f) + (g + h), 0) * factor)
 
 
-def split(qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split(
+    qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int, apart: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values [batch, heads, seq, head_dim] of qkv [batch, seq, slots x head_dim].
 
-    With rope none of them is a part of qkv, whose memory is then free."""
+    With rope none of them is a part of qkv, whose memory is then free. Without, `heads_of` says which are."""
     qkv = qkv.contiguous()
     batch, seq, _ = qkv.shape
     slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
     kv_heads = slots.shape[2]
-    q, k, v = slots.split((group, 1, 1), dim=3)
     if rope is None:
-        q, k, v = (part.flatten(2, 3) for part in (q, k, v))
-    else:
-        q = torch.empty((batch, seq, kv_heads * group, head_dim), dtype=qkv.dtype, device=qkv.device)
-        k, v = (torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device) for _ in range(2))
-        _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 2))](
-            qkv, q, k, v, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
-            num_warps=4,
-        )  # fmt: skip
+        return heads_of(*slots.split((group, 1, 1), dim=3), apart=apart)
+    q = torch.empty((batch, seq, kv_heads * group, head_dim), dtype=qkv.dtype, device=qkv.device)
+    k, v = (torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device) for _ in range(2))
+    _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 2))](
+        qkv, q, k, v, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
+        num_warps=4,
+    )  # fmt: skip
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -279,10 +280,10 @@ class SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int
+        ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int, apart: bool
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.form = (rope, group, None if bias is None else gradient_dtype(bias))
-        q, k, v = split(qkv, rope, group, head_dim)
+        q, k, v = split(qkv, rope, group, head_dim, apart)
         if ctx.needs_input_grad[1] and rope is None:
             want_sums(q, qkv.shape[-1])
         return q, k, v
@@ -291,4 +292,4 @@ class SplitHeads(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         rope, group, bias_dtype = ctx.form
         summed = bias_dtype if ctx.needs_input_grad[1] else None
-        return *join(gradients, rope, group, summed=summed), None, None, None
+        return *join(gradients, rope, group, summed=summed), None, None, None, None
