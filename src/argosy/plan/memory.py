@@ -182,20 +182,31 @@ def in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
     return min(micro_batches * layout.vpp, warm_up) / layout.vpp
 
 
+def kept_of_attention(work: Work, layout: Layout, stack: Stack) -> tuple[float, float]:
+    """Return the bytes per token that attention keeps between its input and its output, of all tensor-parallel ranks: of queries, keys and
+    values and of what attention writes, and beside these."""
+    query = work.sizes.query
+    key_value = query if stack.repeats_heads else work.sizes.key_value
+    # Norms of the heads keep queries and keys as they were.
+    beside = (query + key_value) * work.model.qk_norm
+    if layout.cp > 1 and stack.attention_pieces:
+        # Pieces of the queries have the keys of all ranks, and what they write is kept once more, joined.
+        beside += query + 2 * key_value * (layout.cp - 1)
+    return 4.0 * (query + key_value), 2.0 * beside
+
+
 def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, float]:
     """Return the bytes per token that a layer keeps, without what is recomputed, and the bytes per token of a running layer."""
     sizes, model = work.sizes, work.model
     outer = layout.tp if layout.sp else 1
     stream = (10 if model.dropout else 8) * sizes.stream + 4 * sizes.latent
-    key_value = sizes.query if stack.repeats_heads else sizes.key_value
-    # Queries, keys and values, and what attention writes. Norms of the heads keep queries and keys as they are before.
-    projections = 2 * (2 * sizes.query + 2 * key_value + (sizes.query + key_value) * model.qk_norm)
+    projections, beside = kept_of_attention(work, layout, stack)
     inner = 2 * (3 if model.gated else 2)
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
     # Bytes per score: the softmax, and with dropout its mask and result as well.
     kept_of_score = 5 if model.dropout else 2
     scores = kept_of_score * model.heads * work.seq_len / layout.cp if stack.attention == "unfused" else 0.0
-    split = projections + inner * sizes.mlp_width + routed
+    split = projections + beside + inner * sizes.mlp_width + routed
     if stack.narrow_inputs and work.precision in ("fp8", "fp4"):
         # The input of the MLP's second matmul is kept in 8 bits.
         split -= sizes.mlp_width + sizes.expert_width
