@@ -2,8 +2,8 @@
 
     python benchmarks/matmuls.py [MODEL] [--batch 4] [--seq-len 8192] [--seconds 0.5] [--rounds 2] [--least 0.01] [KEY=VALUE …]
 
-The matmuls are those that a step of the model asks torch for, with their shapes, layouts and types; those of Argosy's fused kernels are not
-among them. Each is timed for so long that the GPU is at its power limit, where an algorithm that is 10% faster in a few runs may be slower,
+The matmuls are those that a step of the model asks torch for one by one, with their shapes, layouts and types. Those of Argosy's own kernels
+are not among them, nor are batched ones (weight gradients that are split along the tokens), 8-bit ones and those of experts. Each is timed for so long that the GPU is at its power limit, where an algorithm that is 10% faster in a few runs may be slower,
 since it takes more power. Prints the time relative to torch's, and whether the bits are torch's.
 """
 
