@@ -169,7 +169,7 @@ def _join_rounded(
 
 
 def split(
-    qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int, apart: bool
+    qkv: Tensor, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int, apart: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values [batch, heads, seq, head_dim] of qkv [batch, seq, slots x head_dim].
 
@@ -280,7 +280,7 @@ class SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int, apart: bool
+        ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int, apart: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.form = (rope, group, None if bias is None else gradient_dtype(bias))
         q, k, v = split(qkv, rope, group, head_dim, apart)
