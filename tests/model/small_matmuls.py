@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from argosy.model.ops import beside
+from argosy.model.ops import beside, hopper
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOPPER = beside._runs_on(DEVICE)
@@ -18,7 +18,9 @@ HOPPER = beside._runs_on(DEVICE)
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernels, or what the caller has put in their place, serve shapes that do not fill a GPU."""
     if not HOPPER:
-        monkeypatch.setattr(beside, "gluon_refusal", lambda device: None)
+        monkeypatch.setattr(beside, "gluon_refusal", lambda *_: None)
+    # Tests are how a form gets to run with another version of Triton.
+    monkeypatch.setattr(beside, "_LATER_FORMS", hopper.MEASURED)
     monkeypatch.setattr(beside, "_LEAST_FILLED", 0.0)
     _forget()
     yield
@@ -41,6 +43,14 @@ def transposed(weight: torch.Tensor) -> torch.Tensor:
     return weight.t().contiguous().t()
 
 
+# What the kernels cannot load, by what is wrong with it.
+UNLOADABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a shifted weight": shifted,
+    "a transposed weight": transposed,
+    "a weight of 32 bits": torch.Tensor.float,
+}
+
+
 def _forget() -> None:
-    for cached in (beside.fits, beside._runs_on):
+    for cached in (beside.fits, beside._runs_on, beside._runs_later_forms_on):
         cached.cache_clear()

@@ -24,7 +24,7 @@ from argosy.model.ops.kernels import hopper_matmul
 from argosy.model.ops.matmul import listen, weights_later
 from argosy.parallel.transformer_blocks import recompute_block
 from argosy.train.kernel_profile import kind_of
-from model.small_matmuls import DEVICE, HOPPER, fill_an_h200, shifted, small_shapes, transposed
+from model.small_matmuls import DEVICE, HOPPER, UNLOADABLE, fill_an_h200, small_shapes
 
 # Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
@@ -218,12 +218,8 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
         monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
     elif why == "a narrow row":
         module = module_of("swiglu", width=72)
-    elif why == "a shifted weight":
-        module.down.weight = torch.nn.Parameter(shifted(weight))
-    elif why == "a transposed weight":
-        module.down.weight = torch.nn.Parameter(transposed(weight))
-    elif why == "a weight of 32 bits":
-        module.up.weight = torch.nn.Parameter(module.up.weight.float())
+    elif why in UNLOADABLE:
+        module.down.weight = torch.nn.Parameter(UNLOADABLE[why](weight))
     assert module._fused(x) is None
 
 

@@ -22,7 +22,7 @@ from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel, r
 from argosy.model.ops.matmul import weights_later
 from argosy.parallel.tensor.apply import _connect
 from argosy.parallel.transformer_blocks import apply_recompute
-from model.small_matmuls import DEVICE, HOPPER, fill_an_h200, shifted, small_shapes, transposed
+from model.small_matmuls import DEVICE, HOPPER, UNLOADABLE, fill_an_h200, small_shapes
 
 # Tokens, inner and outer width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
@@ -131,12 +131,8 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(why: str, monkeypatch: pyt
         fill_an_h200(monkeypatch)
     elif why == "a small depth":
         monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
-    elif why == "a shifted weight":
-        weight = shifted(weight)
-    elif why == "a transposed weight":
-        weight = transposed(weight)
-    elif why == "a weight of 32 bits":
-        weight = weight.float()
+    elif why in UNLOADABLE:
+        weight = UNLOADABLE[why](weight)
     assert product_sum.serves_sum(stream, weight) == (why == "nothing")
 
 

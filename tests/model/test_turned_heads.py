@@ -3,8 +3,6 @@ with its arithmetic in plain torch."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +15,14 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 from argosy.config.resolve import resolve_model
 from argosy.model.build import build_model, initialise
 from argosy.model.layers import MLP, Attention, Linear
-from argosy.model.ops import beside, cross_entropy, heads, turned_heads
+from argosy.model.ops import beside, cross_entropy, heads, hopper, turned_heads
 from argosy.model.ops.choice import kernels
 from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel
 from argosy.model.ops.matmul import weights_later
 from argosy.parallel.transformer_blocks import apply_recompute
-from model.small_matmuls import DEVICE, HOPPER, fill_an_h200, shifted, small_shapes, transposed
+from model.small_matmuls import DEVICE, HOPPER, UNLOADABLE, fill_an_h200, small_shapes, transposed
 
+LATER_FORMS = beside._LATER_FORMS
 # Samples and tokens of each, hidden size, KV heads, query heads of each, head size; then parts of tiles in every direction, and many tiles.
 SHAPES = [(2, 24, 512, 2, 3, 64), (1, 24, 512, 1, 1, 128), (1, 8, 512, 1, 2, 256)]
 if HOPPER:
@@ -159,18 +158,12 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(
         fill_an_h200(monkeypatch)
     elif why == "a small model":
         monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
-    elif why == "a shifted weight":
-        qkv.weight.data = shifted(weight)
-    elif why == "a transposed weight":
-        qkv.weight.data = transposed(weight)
-    elif why == "a weight of 32 bits":
-        served = turned_heads.serves_heads(x, weight.float(), (cos, sin), head_dim)
-        assert not served
-        return
+    elif why in UNLOADABLE:
+        weight = UNLOADABLE[why](weight)
     elif why == "tables apart":
         rope = tuple(transposed(t[0])[None] for t in (cos, sin))
     with kernels(True), torch.no_grad():
-        if why in ("tables apart", "no tokens"):
+        if why in ("tables apart", "no tokens", *UNLOADABLE):
             assert not turned_heads.serves_heads(x, weight, rope, head_dim)
             return
         heads.project_heads(qkv, x, rope, group=2, head_dim=head_dim, fused=why != "not allowed")
@@ -256,21 +249,23 @@ def test_weight_gradients_can_wait() -> None:
     assert torch.equal(weight.grad, now)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_heads_that_are_turned_are_kept_once(fused: bool) -> None:
-    """What the matmul wrote, with all of queries, keys and values, is free before the backward pass."""
-    x, weight, cos, sin = drawn(*SHAPES[0])
-    qkv = Linear(512, len(weight), bias=False, device=DEVICE, dtype=x.dtype)
-    qkv.weight.data = weight.detach()
-    kept: list[weakref.ref[Any]] = []
-    qkv.register_forward_hook(lambda _, __, product: kept.append(weakref.ref(product.untyped_storage())))
-    with kernels(True):
-        found = heads.project_heads(qkv, x, (cos, sin), group=3, head_dim=64, fused=fused)
-    assert [t.shape for t in found] == [(2, 6, 24, 64), (2, 2, 24, 64), (2, 2, 24, 64)]
-    assert len(kept) == (not fused)
-    gc.collect()
-    assert not any(one() for one in kept)
-    assert found[0].requires_grad
+VERSIONS = [("3.6.0", True), ("3.7.1", False), ("3.9.0", False)]
+
+
+@pytest.mark.parametrize(("version", "runs"), VERSIONS)
+def test_they_run_only_with_the_version_of_triton_they_have_run_with(
+    version: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with small_shapes(monkeypatch):
+        monkeypatch.setattr(beside, "_LATER_FORMS", LATER_FORMS)
+        monkeypatch.setattr(beside, "gluon_refusal", hopper.gluon_refusal)
+        monkeypatch.setattr(hopper, "gpu_refusal", lambda device, capabilities: None)
+        monkeypatch.setattr(hopper, "_TRITON", version)
+        x, weight, cos, sin = drawn(*SHAPES[0])
+        assert turned_heads.serves_heads(x, weight, (cos, sin), 64) == beside.multiplies(x, weight) == runs
+        # The form that adds to a stream has run with all.
+        assert beside.serves(x, weight)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -13,6 +13,8 @@ from argosy.model.ops.matmul import filled, processors
 # A tile of the kernels. Each of its 8 blocks of columns needs a step of 64 of the dimension that the factors share.
 _TILE = (128, 256)
 _LEAST_DEPTH = 512
+# The versions of Triton with which the forms "product" and "heads" have run on a GPU. With the others they are only compiled.
+_LATER_FORMS = ("3.6.",)
 # The least part of the GPU that the tiles keep busy.
 _LEAST_FILLED = 0.9
 
@@ -27,17 +29,28 @@ def is_loadable(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-def multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels can multiply x [.., in] by a weight [out, in], and fill the GPU."""
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernels can multiply by a weight [out, in] for the tokens of x [.., columns], which they read, and fill the GPU."""
     if not may_serve(x) or weight.dtype != x.dtype or not is_loadable(weight):
         return False
     width, depth = weight.shape
-    return fits(x.device, x.numel() // depth, depth, width)
+    return fits(x.device, x.numel() // x.shape[-1], depth, width)
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the forms of the kernels that only multiply, and those that turn heads, can multiply x [.., in] by a weight [out, in],
+    and fill the GPU."""
+    return _runs_later_forms_on(x.device) and serves(x, weight)
 
 
 @cache
 def _runs_on(device: torch.device) -> bool:
     return gluon_refusal(device) is None
+
+
+@cache
+def _runs_later_forms_on(device: torch.device) -> bool:
+    return gluon_refusal(device, _LATER_FORMS) is None
 
 
 @cache

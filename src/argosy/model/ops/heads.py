@@ -39,11 +39,12 @@ def project_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden].
 
-    None of them is a part of memory that is kept for more than the three, in which rope or a copy would leave what nobody reads.
+    If one of them is a copy of its part of the projection, such as queries that rope has turned, none of them is a view of the projection:
+    the view would keep the memory of the whole until the backward pass.
 
     Args:
         group: query heads per KV head.
-        apart: queries and keys will be copied, so values must not be a part of what has all three.
+        apart: the caller copies queries and keys, so values must be a copy too.
         fused: the kernel that multiplies may apply rope.
     """
     bias = qkv.bias
@@ -82,8 +83,8 @@ def split_heads(
 def heads_of(q: Tensor, k: Tensor, v: Tensor, *, apart: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the heads [batch, heads, seq, head_dim] in slots [batch, seq, kv_heads, slots, head_dim] of one tensor, or of two.
 
-    Several query heads of several KV heads are copied, since no stride goes through them. Then keys and values are copied too, and if `apart`
-    values in any case: as parts of a tensor they would keep all of it.
+    If several KV heads have several query heads each, queries are copied, since no stride goes through them, and keys and values are copied
+    too: views would keep the memory of the whole tensor. With `apart`, values are copied in any case.
     """
     copied = q.shape[2] > 1 and q.shape[3] > 1
     q, k, v = (part.flatten(2, 3) for part in (q, k, v))

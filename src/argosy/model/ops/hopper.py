@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
 
 _TRITON: Final = installed("triton")
-# The versions of Triton with which all kernels written in Gluon have passed their tests on a GPU and were timed in steps.
-_MEASURED = ("3.6.", "3.7.", "3.9.")
+# The versions of Triton with which kernels written in Gluon have passed their tests on a GPU and were timed in steps.
+MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
 # Sequence lengths must be a multiple of this. It is also the number of keys of a tile in the backward pass.
@@ -32,10 +32,10 @@ _CACHED_QUERIES, _BUSY, _UNEVEN_HEADS = 1024, 0.85, 2
 _PROGRAMS = 1.5
 
 
-def gluon_refusal(device: torch.device) -> str | None:
-    """Return why kernels written in Gluon for Hopper cannot run on a device, or None."""
-    if _TRITON is None or not _TRITON.startswith(_MEASURED):
-        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in _MEASURED)}"
+def gluon_refusal(device: torch.device, versions: tuple[str, ...] = MEASURED) -> str | None:
+    """Return why kernels written in Gluon for Hopper, measured with these versions of Triton, cannot run on a device, or None."""
+    if _TRITON is None or not _TRITON.startswith(versions):
+        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in versions)}"
     return gpu_refusal(device, _CAPABILITIES)
 
 

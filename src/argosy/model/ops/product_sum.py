@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 from argosy.compat import gradient_dtype
-from argosy.model.ops.beside import fits, is_loadable, may_serve
+from argosy.model.ops.beside import is_loadable, serves
 from argosy.model.ops.matmul import Products
 from argosy.model.ops.token_sums import want_sums
 
 
 def serves_sum(stream: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel can add a product with the weight [out, in] to the stream, and fills the GPU."""
-    if not may_serve(stream) or weight.dtype != stream.dtype or not is_loadable(weight):
-        return False
-    width, depth = weight.shape
-    return fits(stream.device, stream.numel() // width, depth, width)
+    return serves(stream, weight)
 
 
 def product_sum(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
