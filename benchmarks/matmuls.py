@@ -3,8 +3,10 @@
     python benchmarks/matmuls.py [MODEL] [--batch 4] [--seq-len 8192] [--seconds 0.5] [--rounds 2] [--least 0.01] [KEY=VALUE …]
 
 The matmuls are those that a step of the model asks torch for one by one, with their shapes, layouts and types. Those of Argosy's own kernels
-are not among them, nor are batched ones (weight gradients that are split along the tokens), 8-bit ones and those of experts. Each is timed for so long that the GPU is at its power limit, where an algorithm that is 10% faster in a few runs may be slower,
-since it takes more power. Prints the time relative to torch's, and whether the bits are torch's.
+are not among them (`ARGOSY_KERNELS=torch` in the environment turns these kernels off, and so lists their matmuls too), nor are batched ones
+(weight gradients that are split along the tokens), 8-bit ones and those of experts. Each is timed for so long that the GPU is at its power
+limit, where an algorithm that is 10% faster in a few runs may be slower, since it takes more power. The benchmark prints the time relative
+to torch's, and whether the bits are torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from argosy.config.resolve import resolve
+from argosy.config.benchmark import benchmark_spec
 from argosy.data.synthetic import synthetic_batch
 from argosy.measure.calibrate import paced
 from argosy.measure.step_bench import start
@@ -237,9 +239,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each form, in turn")
     parser.add_argument("--least", type=float, default=0.01, help="the least share of all FLOPs that is timed")
     options, keys = parser.parse_known_args()
-    batch = [f"train.global_batch={options.batch}", f"parallel.micro_batch={options.batch}", "parallel.graph=off"]
-    shape = [f"model.preset={options.model}", f"data.seq_len={options.seq_len}", *batch]
-    spec = resolve(None, ["data.train=synthetic", "optim.lr=1e-4", "eval=off", "train.steps=20", *shape, *keys]).spec
+    keys = ["parallel.graph=off", *keys]
+    spec = benchmark_spec(options.model, keys, steps=1, batch=options.batch, seq_len=options.seq_len)
     device = prepare_device(spec.train)
     engine, optimizer = start(spec, device)
     with Recorder() as recorder:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from argosy.config.resolve import resolve
+from argosy.config.benchmark import benchmark_spec
 from argosy.data.synthetic import synthetic_batch
 from argosy.measure.device_clock import DeviceClock
 from argosy.measure.step_bench import start
@@ -69,9 +69,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=7, help="of each form in a round")
     options, keys = parser.parse_known_args()
-    batch = [f"train.global_batch={options.batch}", f"parallel.micro_batch={options.batch}", "parallel.graph=off"]
-    shape = [f"model.preset={options.model}", f"data.seq_len={options.seq_len}", *batch]
-    spec = resolve(None, ["data.train=synthetic", "optim.lr=1e-4", "eval=off", "train.steps=20", *shape, *keys]).spec
+    keys = ["train.deterministic=true", "parallel.graph=off", *keys]
+    spec = benchmark_spec(options.model, keys, steps=20, batch=options.batch, seq_len=options.seq_len)
     device = prepare_device(spec.train)
     engine, optimizer = start(spec, device)
     data = engine.place(synthetic_batch(spec))
