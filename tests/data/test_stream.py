@@ -677,6 +677,14 @@ def test_a_reader_killed_at_any_moment_leaves_a_sound_cache(local: Path, server:
     kill_at_random(local, server, tmp_path / "cache", kills=2, seed=1)
 
 
+def test_a_kill_between_two_changes_of_the_cache_keeps_its_limit(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("killed_filler.py")
+    ended = subprocess.run([sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert ended.returncode == 0
+    # It died at so many moments, without and with a limit of its own.
+    assert [int(moments) > 5 for moments in ended.stdout.split()] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_fifty_kills_leave_a_sound_cache(local: Path, server: FaultyServer, tmp_path: Path) -> None:

@@ -150,10 +150,9 @@ class BlockCache:
                         fix="upload the corpus again from a copy that `argosy data verify` accepts",
                     )
             with self._usage() as usage, self._refusing():
-                count = self._make_room(usage, size) if usage is not None else None
+                if usage is not None:
+                    self._make_room(usage, size).plus(size).write(usage)
                 os.replace(target, path)
-                if usage is not None and count is not None:
-                    count.plus(size).write(usage)
 
     def keep_file(self, path: Path, content: bytes) -> None:
         """Store a small plain file with this content."""
@@ -246,16 +245,18 @@ class BlockCache:
             count = self._make_room(usage, len(sealed))
             if self.limit is not None and count.used + len(sealed) > self.limit:
                 return
+            count.plus(len(sealed)).write(usage)
             if not fits(partial.fd, sealed):
                 # The disk is full before the limit is reached.
                 count = self._evict(*self.scan(), 2 * len(sealed))
-                # The disk is full with other data: the block is not stored, and the run continues.
                 if not fits(partial.fd, sealed):
+                    # The disk is full with other data: the block is not stored, and the run continues.
+                    count.write(usage)
                     return
+                count.plus(len(sealed)).write(usage)
             # Someone may have emptied the cache.
             with contextlib.suppress(FileNotFoundError):
                 os.replace(partial.path, path)
-            count.plus(len(sealed)).write(usage)
 
     def _make_room(self, usage: int, size: int) -> _Count:
         """Evict until `size` more bytes fit, as far as possible. Return the usage."""
@@ -325,7 +326,11 @@ class BlockCache:
 
 @dataclass(frozen=True)
 class _Count:
-    """The content of the usage file. A kill makes it inexact, so it is recounted after `_RECOUNT_S`."""
+    """The content of the usage file.
+
+    A file is counted before it is written, and uncounted after it is removed. So a kill leaves the count too high, never too
+    low. It is recounted after `_RECOUNT_S`.
+    """
 
     used: int
     counted_at: int
