@@ -6,8 +6,9 @@ into twice as many pieces as there are ranks, and rank r gets piece r and the r-
 see more keys, so this gives every rank the same amount of work.
 
 Attention has two forms. `allgather` all-gathers the keys and values of the whole sequence, and each rank computes its own
-queries on them. The heads are in two parts, of which the second is gathered while the first is computed. `ulysses` exchanges tokens for heads in an all-to-all: each rank computes some of the heads for all tokens, with
-the attention back end that one process would use.
+queries on them. The heads are in two parts, of which the second is gathered while the first is computed. `ulysses` exchanges
+tokens for heads in an all-to-all: each rank computes some of the heads for all tokens, with the attention back end that one
+process would use.
 """
 
 from __future__ import annotations
