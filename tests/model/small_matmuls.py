@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from argosy.model.ops import beside, hopper
+from argosy.model.ops.choice import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOPPER = beside._runs_on(DEVICE)
@@ -49,6 +51,24 @@ UNLOADABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a transposed weight": transposed,
     "a weight of 32 bits": torch.Tensor.float,
 }
+
+
+# What does not fill a GPU, or has too few steps for what is computed beside them, by what is wrong with it.
+TOO_SMALL: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "few tiles": fill_an_h200,
+    "a small model": lambda monkeypatch: monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024),
+}
+
+
+def trained(model: torch.nn.Module, *, decoded: bool = False) -> list[torch.Tensor]:
+    """Return the loss of a model on a few tokens, and the gradients of its parameters."""
+    torch.manual_seed(3)
+    tokens, labels = torch.randint(0, 97, (2, 1, 4), device=DEVICE)
+    model.zero_grad()
+    with kernels(True):
+        loss: Any = model(tokens, labels, **({"decoder_tokens": tokens.flip(1)} if decoded else {}))
+        loss.total.backward()
+    return [loss.total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 def _forget() -> None:

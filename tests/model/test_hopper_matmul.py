@@ -24,7 +24,7 @@ from argosy.model.ops.kernels import hopper_matmul
 from argosy.model.ops.matmul import listen, weights_later
 from argosy.parallel.transformer_blocks import recompute_block
 from argosy.train.kernel_profile import kind_of
-from model.small_matmuls import DEVICE, HOPPER, UNLOADABLE, fill_an_h200, small_shapes
+from model.small_matmuls import DEVICE, HOPPER, TOO_SMALL, UNLOADABLE, fill_an_h200, small_shapes
 
 # Tokens, hidden and inner width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
@@ -182,18 +182,8 @@ def test_a_model_adds_its_output_to_a_stream(calls: list[str]) -> None:
     assert all(map(torch.equal, torch.autograd.grad(y, parts, d_y), torch.autograd.grad(expected, parts, d_y)))
 
 
-WHY_NOT = [
-    "a bias of the output",
-    "no gate",
-    "biases",
-    "8-bit floats",
-    "adapters",
-    "32 bits",
-    "a transposed input",
-    "no tokens",
-    "few tiles",
-]
-WHY_NOT += ["a small model", "a narrow row", "a shifted weight", "a transposed weight", "a weight of 32 bits"]
+WHY_NOT = ["a bias of the output", "no gate", "biases", "8-bit floats", "adapters", "32 bits", "a transposed input"]
+WHY_NOT += ["no tokens", "a narrow row", *TOO_SMALL, *UNLOADABLE]
 
 
 @pytest.mark.parametrize("why", WHY_NOT)
@@ -212,10 +202,8 @@ def test_they_are_not_used_where_they_cannot_serve(why: str, monkeypatch: pytest
         x = x.transpose(0, 1)
     elif why == "no tokens":
         x = x[:, :0]
-    elif why == "few tiles":
-        fill_an_h200(monkeypatch)
-    elif why == "a small model":
-        monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
+    elif why in TOO_SMALL:
+        TOO_SMALL[why](monkeypatch)
     elif why == "a narrow row":
         module = module_of("swiglu", width=72)
     elif why in UNLOADABLE:

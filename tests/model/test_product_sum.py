@@ -22,7 +22,7 @@ from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel, r
 from argosy.model.ops.matmul import weights_later
 from argosy.parallel.tensor.apply import _connect
 from argosy.parallel.transformer_blocks import apply_recompute
-from model.small_matmuls import DEVICE, HOPPER, UNLOADABLE, fill_an_h200, small_shapes
+from model.small_matmuls import DEVICE, HOPPER, TOO_SMALL, UNLOADABLE, small_shapes, trained
 
 # Tokens, inner and outer width; then parts of tiles in every direction, fewer tiles than processors, and many.
 SHAPES = [(96, 512, 64)]
@@ -105,16 +105,7 @@ def test_an_input_that_is_not_contiguous_is_copied() -> None:
         assert torch.equal(found, product_sum.product_sum(stream, x, weight, None))
 
 
-WHY_NOT = [
-    "32 bits",
-    "a transposed stream",
-    "no tokens",
-    "few tiles",
-    "a small depth",
-    "a narrow row",
-    "a shifted weight",
-]
-WHY_NOT += ["a transposed weight", "a weight of 32 bits"]
+WHY_NOT = ["32 bits", "a transposed stream", "no tokens", "a narrow row", *TOO_SMALL, *UNLOADABLE]
 
 
 @pytest.mark.parametrize("why", ["nothing", *WHY_NOT])
@@ -127,13 +118,11 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(why: str, monkeypatch: pyt
         stream = stream.transpose(1, 2)
     elif why == "no tokens":
         stream = stream[:, :0]
-    elif why == "few tiles":
-        fill_an_h200(monkeypatch)
-    elif why == "a small depth":
-        monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
+    elif why in TOO_SMALL:
+        TOO_SMALL[why](monkeypatch)
     elif why in UNLOADABLE:
         weight = UNLOADABLE[why](weight)
-    assert product_sum.serves_sum(stream, weight) == (why == "nothing")
+    assert beside.serves(stream, weight) == (why == "nothing")
 
 
 def small(preset: str, *more: str) -> nn.Module:
@@ -148,21 +137,10 @@ def small(preset: str, *more: str) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, *, decoded: bool = False) -> list[Tensor]:
-    """Return the loss of a model on a few tokens, and the gradients of its parameters."""
-    torch.manual_seed(3)
-    tokens, labels = torch.randint(0, 97, (2, 1, 4), device=DEVICE)
-    model.zero_grad()
-    with kernels(True):
-        loss: Any = model(tokens, labels, **({"decoder_tokens": tokens.flip(1)} if decoded else {}))
-        loss.total.backward()
-    return [loss.total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
 @pytest.fixture
 def any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve small models, and their 32 bits."""
-    monkeypatch.setattr("argosy.model.layers.serves_sum", lambda stream, weight: True)
+    monkeypatch.setattr("argosy.model.layers.serves", lambda stream, weight: True)
 
 
 ATTENTION, DOWN = torch.Size((32, 64)), torch.Size((32, 48))

@@ -20,7 +20,7 @@ from argosy.model.ops.choice import kernels
 from argosy.model.ops.kernels import heads_kernel, hopper_matmul, norm_kernel
 from argosy.model.ops.matmul import weights_later
 from argosy.parallel.transformer_blocks import apply_recompute
-from model.small_matmuls import DEVICE, HOPPER, UNLOADABLE, fill_an_h200, small_shapes, transposed
+from model.small_matmuls import DEVICE, HOPPER, TOO_SMALL, UNLOADABLE, small_shapes, trained, transposed
 
 LATER_FORMS = beside._LATER_FORMS
 # Samples and tokens of each, hidden size, KV heads, query heads of each, head size; then parts of tiles in every direction, and many tiles.
@@ -108,26 +108,8 @@ def test_their_bits_are_those_of_a_matmul_and_a_pass_that_turns(shape: tuple[int
         torch.testing.assert_close(one, other, rtol=0 if HOPPER else 1e-2, atol=0)
 
 
-WHY_NOT = [
-    "a bias",
-    "no rope",
-    "8-bit floats",
-    "adapters",
-    "32 bits",
-    "a transposed input",
-    "no tokens",
-    "few tiles",
-    "a small model",
-]
-WHY_NOT += [
-    "a shifted weight",
-    "a transposed weight",
-    "a weight of 32 bits",
-    "narrow heads",
-    "wide heads",
-    "tables apart",
-    "not allowed",
-]
+WHY_NOT = ["a bias", "no rope", "8-bit floats", "adapters", "32 bits", "a transposed input", "no tokens"]
+WHY_NOT += ["narrow heads", "wide heads", "tables apart", "not allowed", *TOO_SMALL, *UNLOADABLE]
 
 
 @pytest.mark.parametrize("why", ["nothing", *WHY_NOT])
@@ -154,10 +136,8 @@ def test_the_kernel_is_not_used_where_it_cannot_serve(
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     elif why == "no tokens":
         x, rope = x[:, :0], (cos[:, :0], sin[:, :0])
-    elif why == "few tiles":
-        fill_an_h200(monkeypatch)
-    elif why == "a small model":
-        monkeypatch.setattr(beside, "_LEAST_DEPTH", 1024)
+    elif why in TOO_SMALL:
+        TOO_SMALL[why](monkeypatch)
     elif why in UNLOADABLE:
         weight = UNLOADABLE[why](weight)
     elif why == "tables apart":
@@ -188,17 +168,6 @@ def small(preset: str = "llama3-1b", *more: str) -> nn.Module:
         if isinstance(module, MLP):
             module.fuses_activation = False
     return model
-
-
-def trained(model: nn.Module) -> list[Tensor]:
-    """Return the loss of a model on a few tokens, and the gradients of its parameters."""
-    torch.manual_seed(3)
-    tokens, labels = torch.randint(0, 97, (2, 1, 4), device=DEVICE)
-    model.zero_grad()
-    with kernels(True):
-        loss: Any = model(tokens, labels)
-        loss.total.backward()
-    return [loss.total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 def forbid(model: nn.Module) -> None:

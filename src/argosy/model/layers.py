@@ -19,16 +19,16 @@ from torch.nn import functional as F
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import LayerPlan, architecture_of
 from argosy.model.ops.activation import activate, gated
-from argosy.model.ops.beside import may_serve
+from argosy.model.ops.beside import may_serve, serves
 from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import fp8_matmuls, is_whole
 from argosy.model.ops.fp8_mlp import fp8_mlp
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.low_rank import nonzero, squared_norms
 from argosy.model.ops.matmul import matmuls
-from argosy.model.ops.mlp import gated_mlp, serves
+from argosy.model.ops.mlp import gated_mlp, serves_mlp
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
-from argosy.model.ops.product_sum import product_sum, serves_sum
+from argosy.model.ops.product_sum import product_sum
 from argosy.model.positions import Across, Context
 from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
 
@@ -72,7 +72,7 @@ class Linear(nn.Linear):
 
     def adds_to(self, stream: Tensor) -> bool:
         """Return whether the kernel of this pass's matmul can add its result to the residual stream."""
-        return self.plain and use_kernel(stream) and serves_sum(stream, self.weight)
+        return self.plain and use_kernel(stream) and serves(stream, self.weight)
 
     def add_to(self, stream: Tensor | None, x: Tensor) -> Tensor:
         """Return the output without its bias, or if there is a residual stream, the stream with the output and its bias added to it."""
@@ -243,7 +243,7 @@ class MLP(nn.Module):
         if any(layer.bias is not None for layer in layers) or not may_serve(x):
             return None
         factors = (self.gate.weight, self.up.weight, self.down.weight)
-        return gated_mlp(x, self.activation, *factors, stream) if serves(x, *factors) else None
+        return gated_mlp(x, self.activation, *factors, stream) if serves_mlp(x, *factors) else None
 
 
 class AttentionBlock(nn.Module):

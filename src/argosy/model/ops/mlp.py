@@ -20,7 +20,7 @@ from argosy.model.ops.beside import fits, is_loadable
 from argosy.model.ops.matmul import Products, now_or_later, product
 
 
-def serves(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
+def serves_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
     """Return whether the kernels can compute this MLP, and fill the GPU, if they can read x (`may_serve`)."""
     if any(t.dtype != x.dtype or not is_loadable(t) for t in (gate, up, down)):
         return False
@@ -32,7 +32,7 @@ def serves(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> bool:
 def gated_mlp(x: Tensor, kind: str, gate: Tensor, up: Tensor, down: Tensor, stream: Tensor | None = None) -> Tensor:
     """Return (activation(x gate^T) x up^T) down^T for `swiglu` and `geglu`, added to the residual stream if there is one.
 
-    Call it only if `may_serve` and `serves` say so, and `serves_sum` for the stream."""
+    Call it only if `may_serve` and `serves_mlp` say so, and `beside.serves` for the stream."""
     y_gate, y_up, value = _GatedProducts.apply(x, gate, up, None, None, INNER[kind])
     out: Tensor = _Down.apply(y_gate, y_up, value, down, INNER[kind], None if stream is None else stream.flatten(0, -2))
     return out.view(x.shape)

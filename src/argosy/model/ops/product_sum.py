@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from argosy.compat import gradient_dtype
-from argosy.model.ops.beside import is_loadable, serves
+from argosy.model.ops.beside import is_loadable
 from argosy.model.ops.matmul import Products
 from argosy.model.ops.token_sums import want_sums
 
 
-def serves_sum(stream: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernel can add a product with the weight [out, in] to the stream, and fills the GPU."""
-    return serves(stream, weight)
-
-
 def product_sum(stream: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return stream + x weight^T + bias. Call it only if `serves_sum` says so."""
+    """Return stream + x weight^T + bias. Call it only if `beside.serves` says so for the stream and the weight."""
     out: Tensor = _ProductSum.apply(x, weight, None, stream, bias)
     return out
 
