@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,33 +22,31 @@ from argosy.data.synthetic import synthetic_batch
 from argosy.measure.device_clock import DeviceClock
 from argosy.measure.step_bench import start
 from argosy.model.layers import MLP, Attention, AttentionBlock
+from argosy.model.ops import cross_entropy
 from argosy.train.device import prepare_device
 from argosy.train.step import take_step
 
-# What is left to kernels of its own, by the attribute that lets matmul kernels do it.
-FORMS: dict[str, dict[type[nn.Module], str]] = {
-    "fused": {},
-    "sums apart": {AttentionBlock: "fuses_sums"},
-    "activation apart": {MLP: "fuses_activation"},
-    "rope apart": {Attention: "fuses_rope"},
-    "all apart": {AttentionBlock: "fuses_sums", MLP: "fuses_activation", Attention: "fuses_rope"},
+# What matmul kernels do beside multiplying, by the attribute of a module that lets them. Logits have no attribute.
+PARTS: dict[str, tuple[type[nn.Module], str]] = {
+    "sums": (AttentionBlock, "fuses_sums"),
+    "activation": (MLP, "fuses_activation"),
+    "rope": (Attention, "fuses_rope"),
 }
+# What a form leaves to cuBLAS and to kernels of its own.
+FORMS = {"fused": (), **{f"{part} apart": (part,) for part in (*PARTS, "logits")}, "all apart": (*PARTS, "logits")}
 
 
 @contextmanager
 def apart(model: nn.Module, form: str) -> Iterator[None]:
     """Turn off what a form does without."""
-    chosen = [
-        (module, name) for kind, name in FORMS[form].items() for module in model.modules() if isinstance(module, kind)
-    ]
-    before = [getattr(module, name) for module, name in chosen]
-    for module, name in chosen:
-        setattr(module, name, False)
-    try:
+    with ExitStack() as changed:
+        if "logits" in FORMS[form]:
+            changed.enter_context(mock.patch.object(cross_entropy, "multiplies", return_value=False))
+        for kind, name in (PARTS[part] for part in FORMS[form] if part in PARTS):
+            for module in model.modules():
+                if isinstance(module, kind):
+                    changed.enter_context(mock.patch.object(module, name, False))
         yield
-    finally:
-        for (module, name), was in zip(chosen, before, strict=True):
-            setattr(module, name, was)
 
 
 def timed(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:

@@ -10,6 +10,7 @@ import torch
 from benchmarks import step_forms
 
 from argosy.model.layers import Block
+from argosy.model.ops import cross_entropy
 
 TINY = ["model.layers=1", "model.hidden=32", "model.heads=2", "model.vocab_size=97", "train.precision=fp32"]
 
@@ -18,11 +19,13 @@ TINY = ["model.layers=1", "model.hidden=32", "model.heads=2", "model.vocab_size=
 def test_forms_run_in_turn_and_the_first_round_is_not_counted(
     rounds: int, counted: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[tuple[bool, bool, bool]] = []
+    seen: list[tuple[bool, ...]] = []
+    multiplies = cross_entropy.multiplies
     forward = Block.forward
 
     def record(self: Block, *given: Any) -> Any:
-        seen.append((self.fuses_sums, self.mlp.fuses_activation, self.attn.fuses_rope))
+        logits = cross_entropy.multiplies is multiplies
+        seen.append((self.fuses_sums, self.mlp.fuses_activation, self.attn.fuses_rope, logits))
         return forward(self, *given)
 
     monkeypatch.setattr(Block, "forward", record)
@@ -30,8 +33,10 @@ def test_forms_run_in_turn_and_the_first_round_is_not_counted(
     words = ["gpt2", "--batch", "2", "--seq-len", "16", "--rounds", str(rounds), "--steps", "3", *TINY]
     monkeypatch.setattr(sys, "argv", ["step_forms.py", *words])
     step_forms.main()
-    forms = [(True, True, True), (False, True, True), (True, False, True), (True, True, False), (False, False, False)]
+    alone = [tuple(part != off for part in range(4)) for off in range(4)]
+    forms = [(True,) * 4, *alone, (False,) * 4]
     assert seen == [form for form in forms for _ in range(4)] * rounds
+    assert cross_entropy.multiplies is multiplies
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == list(step_forms.FORMS)
     assert all(f"{counted} steps" in line for line in lines)
